@@ -258,6 +258,7 @@ FLOAT32 = [
 # Clusters of two CTAs: a head dim above 256 with one or two row tiles, KV blocks that are even or
 # odd in number, and tiles without rows or without keys.
 LARGE = functools.partial(Case, B=1, H=512, K=1)
+SHARED_MASK = (*SHARED_KEYS, ("boolean", 2, 3))
 LARGE_DIMS = [
     *on_three_schedules(LARGE(T=130, S=300, **CAUSAL), arch="sm_90a", gradients=False),
     *(
@@ -272,11 +273,7 @@ LARGE_DIMS = [
                 LARGE(B=3, T=130, S=150, lengths=EMPTY, segments=1, sinks=True),
                 LARGE(B=3, T=130, S=150, H=264, lengths=LENGTHS, packed=True, sinks=True),
                 LARGE(B=3, T=130, S=150, H=320, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT),
-                LARGE(
-                    **{"B": 6, "T": 70, "S": 90, "N": 1, "H": 320},
-                    boolean=("B1TS",),
-                    shared=(*SHARED_KEYS, ("boolean", 2, 3)),
-                ),
+                LARGE(B=6, T=70, S=90, N=1, H=320, boolean=("B1TS",), shared=SHARED_MASK),
                 LARGE(B=3, T=200, S=152, H=320, position=((160, 0, 48), (128, 16, 0)), **CAUSAL),
                 LARGE(T=130, S=500, H=320, N=1, bias="1NT1", scale=1.0, row_maxima=True),
             )

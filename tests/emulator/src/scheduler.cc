@@ -162,8 +162,8 @@ void run_transfer(Block& block) {
   note_progress();
 }
 
-std::unique_ptr<Block> make_block(unsigned index, std::shared_ptr<Cluster> const& cluster,
-                                  int slot, unsigned threads, unsigned shared_bytes) {
+std::unique_ptr<Block> make_block(unsigned index, std::shared_ptr<Cluster> const& cluster, int slot,
+                                  unsigned threads, unsigned shared_bytes) {
   auto block = std::make_unique<Block>();
   block->index = index;
   block->cluster = cluster;

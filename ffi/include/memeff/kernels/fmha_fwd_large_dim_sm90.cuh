@@ -54,8 +54,7 @@ struct FmhaForwardLargeDimSm90 {
   using OutGrid = WarpgroupGrid<kTileQuery, kColumns>;
   using Mask = ScoreMask<Config, ScoreGrid>;
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid>>;
-  using Softmax =
-      OnlineSoftmax<1, false, has_large_scores<Config>(), false, Config::kRowMaxima>;
+  using Softmax = OnlineSoftmax<1, false, has_large_scores<Config>(), false, Config::kRowMaxima>;
   using Exchange = SoftmaxExchange<ScoreGrid, Softmax>;
   using Output = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
@@ -104,8 +103,8 @@ struct FmhaForwardLargeDimSm90 {
 
   // The row tile of a CTA. Its batch index and head are those of its cluster.
   CUTE_DEVICE static WorkItem item(ProblemShape const& shape, ScoreView const& bias, int rank) {
-    WorkItem item = work_item<Config, Heaviest::last>(
-        shape, bias, blockIdx.x / kCluster, cluster_tiles(shape), shape.query_heads);
+    WorkItem item = work_item<Config, Heaviest::last>(shape, bias, blockIdx.x / kCluster,
+                                                      cluster_tiles(shape), shape.query_heads);
     item.tile = item.tile * kCluster + rank;
     return item;
   }
