@@ -268,7 +268,7 @@ LARGE_DIMS = [
                 LARGE(T=70, S=64),
                 LARGE(T=64, S=150, H=320, N=3, dtype="float16", **BOTTOM_RIGHT),
                 LARGE(T=200, S=130, H=384, **WINDOW),
-                LARGE(T=65, S=200, H=576, N=4, K=2, **CAUSAL),
+                LARGE(T=65, S=200, H=576, Hv=512, N=4, K=2, **CAUSAL),
                 LARGE(T=70, S=90, H=440, Hv=264, N=1, soft_cap=2.0, row_maxima=True),
                 LARGE(B=3, T=130, S=150, lengths=EMPTY, segments=1, sinks=True),
                 LARGE(B=3, T=130, S=150, H=264, lengths=LENGTHS, packed=True, sinks=True),
