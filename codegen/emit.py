@@ -8,7 +8,7 @@ from jax_memeff.codegen.launch import EntryPoint
 from jax_memeff.codegen.spec import KernelSpec
 
 _INCLUDE = """\
-#include <memeff/kernels/{stem}.cuh>
+#include <{file}>
 """
 
 _CONFIG = """
@@ -26,7 +26,7 @@ static_assert({alias}::kSharedBytes == {shared_bytes});
 """
 
 _ENTRY = """\
-extern "C" __global__ void __launch_bounds__({alias}::kThreads, {blocks})
+extern "C" __global__ void {cluster}__launch_bounds__({alias}::kThreads, {blocks})
 {name}(const __grid_constant__ memeff::{params} params{maps}) {{
   memeff::let_next_kernel_start();
   memeff::wait_for_kernel_before();
@@ -43,7 +43,7 @@ def source(spec: KernelSpec) -> str:
     """
     lines = (_line(name, value) for name, value in _config(spec).items())
     text = spec.kernel.defines(spec)
-    text += _INCLUDE.format(stem=spec.kernel.stem)
+    text += _INCLUDE.format(file=spec.kernel.device_file)
     text += "".join(feature.source(spec) for feature in FEATURES)
     text += _CONFIG.format(lines="".join(lines))
     return text + "".join(_kernel(spec, entry) for entry in spec.entry_points)
@@ -92,6 +92,7 @@ def _kernel(spec: KernelSpec, entry: EntryPoint) -> str:
         threads=entry.threads,
         shared_bytes=entry.shared_bytes,
         blocks=entry.blocks or f"{alias}::kBlocksPerSm",
+        cluster=f"__cluster_dims__({entry.cluster}, 1, 1) " if entry.cluster > 1 else "",
         name=entry.name,
         params=params,
         maps=maps if entry.takes_maps else "",

@@ -48,7 +48,7 @@ class EntryPoint(NamedTuple):
     maps of the spec are its second parameter; after the first comes the table of
     ``KernelSpec.captured_arrays``, if there are any. ``cpp_class`` is the device class that it
     runs, and ``blocks`` the CTAs per SM that it is compiled for, in C++; if it is "", the class has
-    the number.
+    the number. ``cluster`` CTAs form a cluster, and it divides the grid.
     """
 
     name: str
@@ -59,6 +59,7 @@ class EntryPoint(NamedTuple):
     block_mask: BlockMask | None = None
     cpp_class: str = ""
     blocks: str = ""
+    cluster: int = 1
 
 
 class TensorMap(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 from jax_memeff.codegen import features, gpu
 from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.kernels import KERNELS
-from jax_memeff.codegen.kernels.families import LARGE_DIM
+from jax_memeff.codegen.kernels.bases.families import LARGE_DIM
 from jax_memeff.codegen.problem import DIRECTIONS, F32_DTYPES, Dtype, Problem
 from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec, Row
 from jax_memeff.codegen.strategy import PLAIN, QUERY_ROWS, Strategy

@@ -45,7 +45,9 @@ _Compiled = TypeVar("_Compiled")
 
 
 class Tile(Protocol):
-    """A row of a kernel's table: the attributes that every tile has (``kernels/families.py``)."""
+    """A row of a kernel's table: the attributes that every tile has
+    (``kernels/bases/families.py``).
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -75,8 +77,8 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel(abc.ABC):
-    """A device kernel: everything that is specific to it. One module of ``kernels/`` for each file
-    of ffi/include/memeff/kernels with the same ``stem``.
+    """A device kernel: everything that is specific to it, in the module of ``kernels/`` with the
+    name ``stem``.
 
     It has no state, so that two kernels of one class are equal, in other processes too.
     """
@@ -86,6 +88,8 @@ class Kernel(abc.ABC):
     family: ClassVar[Family]
     class_name: ClassVar[str]
     """The device class of the main entry point."""
+    header: ClassVar[str | None] = None
+    """The device file of ffi/include/memeff/kernels, by default that with the name ``stem``."""
     reads_bias_by_elements: ClassVar[bool] = False
     """Whether lanes load a bias that is not broadcast over rows or columns element by element."""
     sums_common_bias: ClassVar[bool] = True
@@ -113,6 +117,11 @@ class Kernel(abc.ABC):
     """Whether rows that are not aligned to 16 bytes take registers in the main loop."""
     persistent: ClassVar[bool] = False
     """Whether the CTAs of a grid no larger than the GPU divide all work tiles of a problem."""
+
+    @property
+    def device_file(self) -> str:
+        """The device file as the source includes it."""
+        return f"memeff/kernels/{self.header or self.stem}.cuh"
 
     @abc.abstractmethod
     def rows(self, problem: Problem) -> Iterator[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import gpu
 from jax_memeff.codegen.features import FEATURES
-from jax_memeff.codegen.kernels.families import LARGE_DIM, UNALIGNED_ROWS
+from jax_memeff.codegen.kernels.bases.families import LARGE_DIM, UNALIGNED_ROWS
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import PLAIN, Strategy

@@ -25,7 +25,7 @@ from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features import BY_NAME, FEATURES, FUNCTIONS, SOFT_CAP
-from jax_memeff.codegen.kernels.families import PADDED_DIMS
+from jax_memeff.codegen.kernels.bases.families import PADDED_DIMS
 from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, Direction, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy

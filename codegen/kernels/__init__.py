@@ -8,6 +8,7 @@ from jax_memeff.codegen.kernels.fmha_bwd_sm90 import FmhaBwdSm90
 from jax_memeff.codegen.kernels.fmha_bwd_two_kernel_sm90 import FmhaBwdTwoKernelSm90
 from jax_memeff.codegen.kernels.fmha_fwd_f16x3_sm90 import FmhaFwdF16x3Sm90
 from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm80 import FmhaFwdLargeDimSm80
+from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm90 import FmhaFwdLargeDimSm90
 from jax_memeff.codegen.kernels.fmha_fwd_latent_sm90 import FmhaFwdLatentSm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm80 import FmhaFwdSm80
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90
@@ -19,6 +20,7 @@ KERNELS: tuple[Kernel, ...] = (
     FmhaFwdSm90(),
     FmhaFwdF16x3Sm90(),
     FmhaFwdLatentSm90(),
+    FmhaFwdLargeDimSm90(),
     FmhaBwdSm90(),
     FmhaBwdTwoKernelSm90(),
     # Among kernels of mma.sync, split keys come first: they are refused unless a call has few query

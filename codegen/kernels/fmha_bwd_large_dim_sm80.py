@@ -11,7 +11,7 @@ from jax_memeff.codegen.features import FUNCTIONS
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.bases.backward import Backward
-from jax_memeff.codegen.kernels.families import (
+from jax_memeff.codegen.kernels.bases.families import (
     LARGE_DIM,
     LargeDimKernel,
     LargeDimTile,

@@ -14,7 +14,7 @@ from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.functions.sums import Sum
 from jax_memeff.codegen.kernels.bases.backward import Backward, key_tiles
-from jax_memeff.codegen.kernels.families import (
+from jax_memeff.codegen.kernels.bases.families import (
     MASK_MODIFIERS,
     PROBABILITY_MODIFIERS,
     WARPGROUP_ROWS,

@@ -12,7 +12,7 @@ from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels import fmha_bwd_sm90
-from jax_memeff.codegen.kernels.families import (
+from jax_memeff.codegen.kernels.bases.families import (
     MASK_MODIFIERS,
     PROBABILITY_MODIFIERS,
     WARPGROUP_ROWS,

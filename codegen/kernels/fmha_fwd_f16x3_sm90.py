@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen.features import BROADCAST_BATCH
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.kernels.families import (
+from jax_memeff.codegen.kernels.bases.families import (
     EVERY_MODIFIER,
     PROBABILITY_MODIFIERS,
     WARPGROUP_ROWS,
@@ -79,6 +79,7 @@ class FmhaFwdF16x3Sm90(FmhaFwdSm90):
 
     reads_pages = False  # it would have to split the whole pool into hi and lo parts
     stem = "fmha_fwd_f16x3_sm90"
+    header = "fmha_fwd_sm90"
     takes_f32 = True
     tiles = TILES
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jax_memeff.codegen import gpu
 from jax_memeff.codegen.features import PAGES
-from jax_memeff.codegen.kernels.families import (
+from jax_memeff.codegen.kernels.bases.families import (
     LARGE_DIM,
     LargeDimKernel,
     LargeDimTile,

@@ -10,7 +10,7 @@ from jax_memeff.codegen import shared_memory, strategy
 from jax_memeff.codegen.features import FUNCTIONS, PAGES, AskedPages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import key_box_rows
-from jax_memeff.codegen.kernels.families import (
+from jax_memeff.codegen.kernels.bases.families import (
     WgmmaKernel,
     WgmmaTile,
     panel_columns,

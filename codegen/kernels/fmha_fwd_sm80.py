@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.kernels.families import (
+from jax_memeff.codegen.kernels.bases.families import (
     MmaKernel,
     MmaTables,
     MmaTile,

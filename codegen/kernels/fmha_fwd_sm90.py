@@ -14,7 +14,7 @@ from jax_memeff.codegen.features import FUNCTIONS
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import key_box_rows
 from jax_memeff.codegen.functions.regions import block_sizes
-from jax_memeff.codegen.kernels.families import (
+from jax_memeff.codegen.kernels.bases.families import (
     EVERY_MODIFIER,
     PROBABILITY_MODIFIERS,
     WARPGROUP_ROWS,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from jax_memeff.codegen import gpu, shared_memory, strategy
 from jax_memeff.codegen.features import PAGES, VARLEN, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.kernels.families import MmaKernel, MmaTables, MmaTile, stage
+from jax_memeff.codegen.kernels.bases.families import MmaKernel, MmaTables, MmaTile, stage
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes

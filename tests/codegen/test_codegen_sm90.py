@@ -257,6 +257,50 @@ def test_a_3xfp16_forward_says_that_it_supports_no_broadcast_batch():
     assert refused and all(reason in reasons for reasons in refused)
 
 
+@pytest.mark.parametrize(
+    ("dims", "features", "padded"),
+    [
+        ((264, 264), {}, (320, 384)),
+        ((320, 8), {"mask": "window", "soft_cap": True}, (320, 384)),
+        ((384, 384), {"varlen": True}, (384, 384)),
+        ((512, 512), {"segments": True, "boolean": True, "row_maxima": True}, (512, 512)),
+        ((64, 512), {"sinks": True, "broadcast_batch": True}, (448, 512)),
+        ((576, 512), {"mask": "causal", "positions": True}, (576, 512)),
+    ],
+    ids=str,
+)
+def test_large_head_dims_share_keys_in_clusters_on_hopper(dims, features, padded):
+    asked = problem("forward", "f16", *dims, arch="sm_90a", **features)
+    spec = select.select(asked)
+    assert spec.kernel.stem == "fmha_fwd_large_dim_sm90"
+    assert (spec.padded_head_dim, spec.padded_value_dim) == padded
+    (main,) = spec.entry_points
+    # A CTA with no tile of its own completes the last cluster.
+    assert (main.grid, main.cluster) == (Grid("2*B*N*T/128"), 2)
+    assert "void __cluster_dims__(2, 1, 1) __launch_bounds__(" in emit.source(spec)
+    # No kernel splits the keys of large head dims, so calls with few rows take the same one.
+    assert select.select_all(asked) == [spec]
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"arch": "sm_90"},
+        {"direction": "backward"},
+        {"dtype": "f32"},
+        {"head_dim": 577},
+        {"value_dim": 520},
+        {"head_dim": 300},
+        {"dropout": True},
+        {"bias": AskedBias("16")},
+    ],
+    ids=str,
+)
+def test_other_large_head_dims_are_computed_in_column_chunks(features):
+    asked = problem(**{"head_dim": 320, "value_dim": 320, "arch": "sm_90a", **features})
+    assert select.select(asked).kernel.stem.endswith("large_dim_sm80")
+
+
 def test_hopper_source_takes_tensor_maps():
     spec = select.select(problem("backward", head_dim=64, arch="sm_90a"))
     source = emit.source(spec)

@@ -10,7 +10,7 @@ from problems import PARTS, access, is_large, problem
 from jax_memeff.codegen import emit, gpu, select, strategy, support
 from jax_memeff.codegen.features import BIAS, FUNCTIONS, AskedBias, AskedPages
 from jax_memeff.codegen.kernels import KERNELS
-from jax_memeff.codegen.kernels.families import LARGE_DIM, MmaTile
+from jax_memeff.codegen.kernels.bases.families import LARGE_DIM, MmaTile
 from jax_memeff.codegen.kernels.fmha_fwd_split_sm80 import Tile as SplitTile
 from jax_memeff.codegen.problem import DIRECTIONS
 from jax_memeff.codegen.sizes import Sizes

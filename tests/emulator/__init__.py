@@ -102,8 +102,8 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-def launch(source: str, name: str, *, threads: int, shared_bytes: int) -> None:
-    """Runs one block of the kernel ``EMULATOR_KERNEL(name)`` in ``source``, without parameters.
+def launch(source: str, name: str, *, blocks: int = 1, threads: int, shared_bytes: int) -> None:
+    """Runs blocks of the kernel ``EMULATOR_KERNEL(name)`` in ``source``, without parameters.
 
     Raises ``RuntimeError`` with the reason if it fails.
     """
@@ -112,7 +112,7 @@ def launch(source: str, name: str, *, threads: int, shared_bytes: int) -> None:
     library, kernel, error = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_char_p()
     driver.cuLibraryLoadData(ctypes.byref(library), image, None, None, 0, None, None, 0)
     driver.cuLibraryGetKernel(ctypes.byref(kernel), library, name.encode())
-    launched = _LaunchConfig(sizes=(1, 1, 1, threads, 1, 1, shared_bytes))
+    launched = _LaunchConfig(sizes=(blocks, 1, 1, threads, 1, 1, shared_bytes))
     if driver.cuLaunchKernelEx(ctypes.byref(launched), kernel, None, None):
         driver.cuGetErrorName(0, ctypes.byref(error))
         raise RuntimeError((error.value or b"").decode())

@@ -138,8 +138,11 @@ def kernel_library(name: str, source: str) -> Path:
 
 
 def _text(spec: KernelSpec) -> str:
-    exports = "".join(f"EMULATOR_KERNEL({entry.name})\n" for entry in spec.entry_points)
-    return f"{emit.source(spec)}\n{exports}"
+    entries = spec.entry_points
+    exports = [f"EMULATOR_KERNEL({entry.name})\n" for entry in entries]
+    clusters = [entry for entry in entries if entry.cluster > 1]
+    exports += [f"EMULATOR_CLUSTER({entry.name}, {entry.cluster})\n" for entry in clusters]
+    return f"{emit.source(spec)}\n{''.join(exports)}"
 
 
 def _precompiled_headers() -> str:
@@ -147,7 +150,7 @@ def _precompiled_headers() -> str:
     # Hazard: g++ silently ignores a precompiled header that was made with other options.
     options = [option for option in _KERNEL_OPTIONS if option not in ("-include", _PRECOMPILED)]
     own = headers.own_include_dir()
-    names = [_PRECOMPILED, *(f"memeff/kernels/{kernel.stem}.cuh" for kernel in KERNELS)]
+    names = [_PRECOMPILED, *(kernel.device_file for kernel in KERNELS)]
     source = {"precompiled.h": "".join(f'#include "{name}"\n' for name in names)}
     header = _compiled(
         "precompiled.gch",

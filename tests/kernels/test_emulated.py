@@ -255,6 +255,31 @@ FLOAT32 = [
         )
     )
 ]
+# Clusters of two CTAs: a head dim above 256 with one or two row tiles, KV blocks that are even or
+# odd in number, and tiles without rows or without keys.
+LARGE = functools.partial(Case, B=1, H=512, K=1)
+SHARED_MASK = (*SHARED_KEYS, ("boolean", 2, 3))
+LARGE_DIMS = [
+    *on_three_schedules(LARGE(T=130, S=300, **CAUSAL), arch="sm_90a", gradients=False),
+    *(
+        Run(case, "sm_90a", seed, multiprocessors=1 + seed % 3, gradients=case.packed)
+        for seed, case in enumerate(
+            (
+                LARGE(T=70, S=64),
+                LARGE(T=64, S=150, H=320, N=3, dtype="float16", **BOTTOM_RIGHT),
+                LARGE(T=200, S=130, H=384, **WINDOW),
+                LARGE(T=65, S=200, H=576, Hv=512, N=4, K=2, **CAUSAL),
+                LARGE(T=70, S=90, H=440, Hv=264, N=1, soft_cap=2.0, row_maxima=True),
+                LARGE(B=3, T=130, S=150, lengths=EMPTY, segments=1, sinks=True),
+                LARGE(B=3, T=130, S=150, H=264, lengths=LENGTHS, packed=True, sinks=True),
+                LARGE(B=3, T=130, S=150, H=320, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT),
+                LARGE(B=6, T=70, S=90, N=1, H=320, boolean=("B1TS",), shared=SHARED_MASK),
+                LARGE(B=3, T=200, S=152, H=320, position=((160, 0, 48), (128, 16, 0)), **CAUSAL),
+                LARGE(T=130, S=500, H=320, N=1, bias="1NT1", scale=1.0, row_maxima=True),
+            )
+        )
+    ),
+]
 # Each batch index has its own positions, so that some rows see every KV block and others few or
 # none.
 EACH: Any = {"B": 3, "T": 200, "S": 152, "position": ((160, 0, 48), (128, 16, 0))}
@@ -351,6 +376,7 @@ RUNS = (
     + CONSUMER_GROUPS
     + SHARES
     + FLOAT32
+    + LARGE_DIMS
     + POSITIONS
     + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
 )

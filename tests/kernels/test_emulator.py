@@ -8,9 +8,10 @@ import pytest
 SHARED_BYTES = 4096
 THREADS = 128
 
-# Each of these one-block kernels makes one mistake.
+# Each of these kernels makes one mistake.
 KERNELS = """
 #include <memeff/arch/barrier.cuh>
+#include <memeff/arch/cluster.cuh>
 #include <memeff/arch/tma.cuh>
 #include <memeff/arch/copy.cuh>
 #include <memeff/arch/thread.cuh>
@@ -98,6 +99,41 @@ void multiply() {
 
 KERNEL(multiply_without_a_fence) { multiply<false>(); }
 KERNEL(no_mistake) { multiply<true>(); }
+
+#define CLUSTER_KERNEL(name) EMULATOR_CLUSTER(name, 2) KERNEL(name)
+
+void sync_cluster() {
+  arrive_cluster();
+  wait_cluster();
+}
+
+CLUSTER_KERNEL(arrive_at_a_block_that_has_ended) {
+  if (cluster_rank() == 1) return;
+  sync_cluster();
+  init_barrier(barrier(), 128);
+  arrive_cluster_barrier(barrier(), 1);
+}
+
+CLUSTER_KERNEL(arrive_outside_of_the_cluster) {
+  init_barrier(barrier(), 128);
+  arrive_cluster_barrier(barrier(), 2);
+}
+
+CLUSTER_KERNEL(wait_for_the_other_block) {
+  if (threadIdx.x == 0) init_barrier(barrier(), 1);
+  sync_cluster();
+  if (cluster_rank() == 0) arrive_cluster_barrier(barrier(), 0);
+  wait_barrier(barrier(), 0);
+  sync_cluster();
+}
+
+CLUSTER_KERNEL(no_mistake_in_a_cluster) {
+  if (threadIdx.x == 0) init_barrier(barrier(), 128);
+  sync_cluster();
+  arrive_cluster_barrier(barrier(), 1 - cluster_rank());
+  wait_barrier(barrier(), 0);
+  sync_cluster();
+}
 """
 
 MISTAKES = {
@@ -117,15 +153,35 @@ MISTAKES = {
 }
 
 
-def launch(name):
-    emulator.configure("sm_90a", seed=3)
-    emulator.launch(KERNELS, name, threads=THREADS, shared_bytes=SHARED_BYTES)
+MISTAKES_IN_CLUSTERS = {
+    "arrive_at_a_block_that_has_ended": "an access to block 1, which has ended",
+    "arrive_outside_of_the_cluster": "there is no block 2 in the cluster",
+    "wait_for_the_other_block": "(too many arrivals at|the kernel hangs; .* block 1 .* at) "
+    "the mbarrier at byte 0",
+}
+
+
+def launch(name, blocks=1):
+    emulator.configure("sm_90a", seed=3, multiprocessors=1)
+    emulator.launch(KERNELS, name, blocks=blocks, threads=THREADS, shared_bytes=SHARED_BYTES)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_ends_the_launch(name, machine):
     with pytest.raises(RuntimeError, match=MISTAKES[name]):
         machine.submit(launch, name).result()
+
+
+@pytest.mark.parametrize("name", MISTAKES_IN_CLUSTERS)
+def test_a_mistake_in_a_cluster_ends_the_launch(name, machine):
+    with pytest.raises(RuntimeError, match=MISTAKES_IN_CLUSTERS[name]):
+        machine.submit(launch, name, 2).result()
+
+
+def test_blocks_of_a_cluster_run_together(machine):
+    machine.submit(launch, "no_mistake_in_a_cluster", 6).result()
+    with pytest.raises(RuntimeError, match="3 blocks do not form clusters of 2"):
+        machine.submit(launch, "no_mistake_in_a_cluster", 3).result()
 
 
 def test_another_kernel_runs_after_a_mistake(machine):

@@ -144,6 +144,26 @@ def _packed_cases() -> list[Case]:
     return found
 
 
+def _hopper_large_dim_cases() -> list[Case]:
+    """Clusters of CTAs that share keys and values: the padded head dims, and each feature."""
+    found = []
+    for H, Hv in ((320, 320), (384, 384), (448, 448), (512, 512), (576, 512), (264, 512), (576, 8)):
+        of = functools.partial(Case, H=H, Hv=Hv)
+        found += [of(T=T, S=S) for T, S in ((64, 64), (65, 129), (128, 192), (129, 1000))]
+        found += [of(T=700, S=650, N=4, K=2, **mask) for mask in MASKS]
+        found += [of(T=300, S=400, dtype="float16", N=8, K=1, row_maxima=True, **BOTTOM_RIGHT)]
+        found += [of(T=300, S=400, sinks=True, lengths=((300, 20), (0, 390)), **CAUSAL)]
+        lengths = ((200, 270), (0, 100), (77, 0), (1, 1), (130, 33))
+        found += [of(B=5, T=200, S=270, lengths=lengths, packed=True, soft_cap=2.0, **WINDOW)]
+    for features in ({"segments": 2}, {"boolean": ("BNTS",)}, {"bias": "BNT1"}):
+        found += [Case(T=300, S=400, N=4, K=2, H=512, **features, **CAUSAL)]
+    for sign in (1, -1):
+        found += [Case(T=300, S=2000, H=512, scale=1.0, sign=sign, row_maxima=True)]
+    found += [Case(B=6, T=150, S=200, N=4, K=2, H=512, shared=SHARED_KEYS)]
+    found += [Case(B=40, T=300, S=300, N=4, K=4, H=320, **CAUSAL)]
+    return found
+
+
 FEW_QUERIES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17)
 LONG_KEYS = (1, 63, 513, 2049, 5000)
 
@@ -362,6 +382,6 @@ def cases() -> list[Case]:
     found += [Case(T=100, S=90, scale=-0.4, soft_cap=1.5), Case(lse_gradient=False)]
 
     found += _element_cases() + _two_kernel_bias_cases() + _packed_cases() + _f32_cases()
-    found += split_cases() + deterministic_cases() + _shared_cases()
+    found += split_cases() + deterministic_cases() + _shared_cases() + _hopper_large_dim_cases()
 
     return found

@@ -14,9 +14,10 @@ from attention_case import Case
 
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff.codegen import emit, gpu
-from jax_memeff.codegen.kernels.families import WgmmaTile
+from jax_memeff.codegen.kernels.bases.families import PADDED_DIMS, WgmmaTile
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import FmhaBwdSm90
 from jax_memeff.codegen.kernels.fmha_fwd_f16x3_sm90 import FmhaFwdF16x3Sm90
+from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm90 import FmhaFwdLargeDimSm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import PLAIN, Strategy, using
@@ -35,7 +36,8 @@ def set_stages(stages: int | None) -> Iterator[None]:
     """A context in which problems of any size use Hopper kernels: with this many stages, or with
     consumer groups if it is None.
 
-    A two-kernel backward keeps its stages, because no other number fits.
+    A two-kernel backward keeps its stages, because no other number fits. The smallest number of a
+    forward for large head dims holds one KV block.
     """
     if stages is None:
         with using(forward=Strategy(query_rows="consumer_groups")):
@@ -45,6 +47,12 @@ def set_stages(stages: int | None) -> Iterator[None]:
         for kernel in (FmhaFwdSm90, FmhaFwdF16x3Sm90):
             rows = kernel.tiles.items()
             patch.setattr(kernel, "tiles", {dim: _fitting(row, stages) for dim, row in rows})
+        if stages == 1:
+            large = {
+                (head, value): dataclasses.replace(tile, stages=head // 64, value_stages=1)
+                for (head, value), tile in FmhaFwdLargeDimSm90.tiles.items()
+            }
+            patch.setattr(FmhaFwdLargeDimSm90, "tiles", large)
         rows = FmhaBwdSm90.tiles.items()
         patch.setattr(FmhaBwdSm90, "tiles", {dim: _staged(row, stages) for dim, row in rows})
         yield
@@ -62,13 +70,18 @@ def _fitting(row: Sequence[Tile], stages: int) -> list[Tile]:
     return [*large, *medium, *small]
 
 
+def has_backward(case: Case) -> bool:
+    """Whether a case has a Hopper backward."""
+    return case.dtype != "float32" and max(case.H, case.value_dim) <= PADDED_DIMS[-1]
+
+
 def kernels(case: Case) -> list[KernelSpec]:
-    """The Hopper forward and backward of a case in set_stages(); float32 has no backward there."""
+    """The Hopper forward of a case in set_stages(), and its backward if it has one."""
     operands, _, _ = case.arrays()
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)
-        for needs_grad in (None,) if case.dtype == "float32" else (None, case.needs_grad):
+        for needs_grad in (None, case.needs_grad) if has_backward(case) else (None,):
             found += cuda.kernels(operands, case.options, needs_grad).values()
     assert all(spec.family == "sm90" for spec in found)
     return found

@@ -10,7 +10,7 @@ import together
 
 from jax_memeff.codegen import select
 from jax_memeff.codegen.features import AskedPages
-from jax_memeff.codegen.kernels.families import WARPGROUP_THREADS
+from jax_memeff.codegen.kernels.bases.families import WARPGROUP_THREADS
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS
 
@@ -74,10 +74,26 @@ def test_the_softmax_of_latent_attention_runs_under_a_product(asked, spilled, tm
     pages = AskedPages(16, is_latent=True)
     features = {"varlen": True, "pages": pages, **asked}
     spec = select.select(Problem("forward", "bf16", 576, 512, "sm_90a", features))
+    assert spec.kernel.reads_latent
+    assert share_of_exponentials_under_a_product(spec, spilled, tmp_path) > 3 / 4
+
+
+@pytest.mark.parametrize("dims", [(320, 320), (512, 512), (576, 512)])
+@pytest.mark.parametrize("asked", [{}, {"mask": "causal"}], ids=str)
+def test_the_softmax_of_large_head_dims_runs_under_a_product(dims, asked, tmp_path):
+    spec = select.select(Problem("forward", "bf16", *dims, "sm_90a", asked))
+    assert spec.kernel.stem == "fmha_fwd_large_dim_sm90"
+    assert share_of_exponentials_under_a_product(spec, 0, tmp_path) > 2 / 3
+
+
+def share_of_exponentials_under_a_product(spec, spilled, directory):
+    """Of the exponentials of a KV block, the share between the wait for its scores and the wait for
+    the product with the values of the block before.
+    """
     ((_, compiled),) = together.compiled([spec], "sm_90a")
     assert compiled.warnings == ()
     assert max(resource.spill_store for resource in compiled.resources) <= spilled
-    code = sass.functions(compiled.image, tmp_path)[spec.name]
+    code = sass.functions(compiled.image, directory)[spec.name]
     assert sass.overwritten_operands(code) == []
     # A wait that leaves one product in flight has the scores; one that leaves none has added the
     # values.
@@ -86,4 +102,4 @@ def test_the_softmax_of_latent_attention_runs_under_a_product(asked, spilled, tm
     end = min(place for place in waits if place > begin)
     assert code[end].operands[1] == "0x0"
     exponentials = [line for line in code[begin:end] if line.operation == "MUFU.EX2"]
-    assert len(exponentials) > 3 / 4 * spec.tile.query * spec.tile.key / WARPGROUP_THREADS
+    return len(exponentials) * WARPGROUP_THREADS / (spec.tile.query * spec.tile.key)

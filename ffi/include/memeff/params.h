@@ -111,7 +111,7 @@ constexpr int kMaxLength = 1 << 28;  // largest T and S
 // The most columns that tensor cores sum precisely enough for the logsumexp.
 constexpr int kLongSumColumns = 8192;
 
-// The rows that a CTA of kernels/forward/f16x3_split.cuh writes. Divides every tile.
+// The rows that a CTA of kernels/forward/f16x3/split.cuh writes. Divides every tile.
 constexpr int kF16x3Rows = 64;
 
 // The tile counter of a persistent kernel's scheduler (schedule/persistent.cuh).

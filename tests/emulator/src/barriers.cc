@@ -54,11 +54,24 @@ NamedBarrier& arrive_at(int index, int threads) {
   return barrier;
 }
 
+void complete_if_all_arrived(Cluster& cluster) {
+  int live = 0;
+  for (Block const* block : cluster.blocks) live += block == nullptr ? 0 : block->live;
+  if (cluster.arrived == 0 || cluster.arrived < live) return;
+  cluster.arrived = 0;
+  ++cluster.generation;
+  note_progress();
+}
+
 long byte_in_shared(uint64_t const& barrier) {
   return reinterpret_cast<char const*>(&barrier) - this_block().shared;
 }
 
 }  // namespace
+
+uint64_t& in_block(uint64_t const& barrier, Block& block) {
+  return *reinterpret_cast<uint64_t*>(block.shared + byte_in_shared(barrier));
+}
 
 Exchange& meet(char const* instruction, uint32_t const* words, int count,
                std::function<void(Exchange&)> const& last) {
@@ -116,6 +129,33 @@ void arrive_named_barrier(int index, int threads) {
   stall();
 }
 
+int cluster_rank() { return int(this_block().index % this_block().cluster->blocks.size()); }
+
+Block& cluster_block(int rank) {
+  std::vector<Block*> const& blocks = this_block().cluster->blocks;
+  if (rank < 0 || rank >= int(blocks.size())) fail("there is no block %d in the cluster", rank);
+  if (blocks[size_t(rank)] == nullptr) fail("an access to block %d, which has ended", rank);
+  return *blocks[size_t(rank)];
+}
+
+void arrive_cluster() {
+  Cluster& cluster = *this_block().cluster;
+  this_fiber().cluster_generation = cluster.generation;
+  ++cluster.arrived;
+  complete_if_all_arrived(cluster);
+  stall();
+}
+
+void wait_cluster() {
+  Fiber& fiber = this_fiber();
+  wait_for({&this_block().cluster->generation, ~uint64_t(0), fiber.cluster_generation, false,
+            "the barrier of the cluster"});
+}
+
+void arrive_cluster_barrier(uint64_t& barrier, int rank) {
+  arrive_barrier(in_block(barrier, cluster_block(rank)), 0);
+}
+
 void thread_exits(Fiber& fiber) {
   Block& block = *fiber.block;
   Warp& warp = block.warps[fiber.thread / kLanes];
@@ -128,6 +168,7 @@ void thread_exits(Fiber& fiber) {
   if (block.barriers[0].arrived > 0 && block.barriers[0].arrived == block.live) {
     complete(block.barriers[0]);
   }
+  complete_if_all_arrived(*block.cluster);
 }
 
 void init_barrier(uint64_t& word, int arrivals) {

@@ -24,11 +24,11 @@ void make(AsyncCopy const& copy) {
 }
 
 // Makes a TMA copy now, or queues it for later.
-void start(std::function<void()> transfer) {
+void start(std::function<void()> transfer, Block& block = this_block()) {
   if (at_once()) {
     transfer();
   } else {
-    this_block().transfers.push_back(std::move(transfer));
+    block.transfers.push_back(std::move(transfer));
   }
 }
 
@@ -66,6 +66,24 @@ void for_each_chunk(TensorMap const& map, uint32_t shared, int const (&start)[4]
       use(swizzled(shared + uint32_t(r) * row_bytes + byte, map.swizzle_bytes), global, bytes);
     }
   }
+}
+
+// Copies a box to shared memory of a block. Its bytes arrive at a barrier there.
+void load_box_into(Block& target_block, TensorMap const& map, uint64_t& barrier, uint32_t shared,
+                   int const (&start)[4]) {
+  auto transfer = [=, block = &target_block, arrived = &barrier, c = start[0], r = start[1],
+                   h = start[2], b = start[3]] {
+    int total = 0;
+    for_each_chunk(map, shared, {c, r, h, b}, [&](uint32_t address, char* global, int bytes) {
+      char* const target = shared_range(*block, address, 16, 16, "the load of a box");
+      std::memset(target, 0, 16);
+      if (bytes > 0) std::memcpy(target, global, size_t(bytes));
+      mark_written(*block, address, 16, 0);
+      total += 16;
+    });
+    complete_bytes(*arrived, total);
+  };
+  emulator::start(transfer, target_block);
 }
 
 }  // namespace
@@ -156,19 +174,15 @@ void wait_copies(int pending) {
 }
 
 void load_box(void const* encoded, uint64_t& barrier, uint32_t shared, int const (&start)[4]) {
-  TensorMap const map = read_map(encoded);
-  emulator::start([=, block = &this_block(), arrived = &barrier, c = start[0], r = start[1],
-                   h = start[2], b = start[3]] {
-    int total = 0;
-    for_each_chunk(map, shared, {c, r, h, b}, [&](uint32_t address, char* global, int bytes) {
-      char* const target = shared_range(*block, address, 16, 16, "the load of a box");
-      std::memset(target, 0, 16);
-      if (bytes > 0) std::memcpy(target, global, size_t(bytes));
-      mark_written(*block, address, 16, 0);
-      total += 16;
-    });
-    complete_bytes(*arrived, total);
-  });
+  load_box_into(this_block(), read_map(encoded), barrier, shared, start);
+}
+
+void load_cluster_box(void const* encoded, uint64_t& barrier, uint32_t shared,
+                      int const (&start)[4], int blocks) {
+  for (int rank = 0; rank < blocks; ++rank) {
+    Block& block = cluster_block(rank);
+    load_box_into(block, read_map(encoded), in_block(barrier, block), shared, start);
+  }
 }
 
 void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes) {

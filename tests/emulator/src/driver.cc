@@ -30,6 +30,7 @@ int shared_limit() {
 struct Kernel {
   std::string name;
   void (*call)(void**);
+  unsigned cluster;  // blocks
 };
 
 }  // namespace
@@ -86,7 +87,10 @@ CUresult cuLibraryLoadData(CUlibrary* library, void const* code, CUjit_option*, 
 CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, char const* name) {
   void* const symbol = dlsym(library, (std::string("emulated_") + name).c_str());
   if (symbol == nullptr) return failure(CUDA_ERROR_NOT_FOUND, dlerror());
-  auto* const found = new Kernel{name, reinterpret_cast<void (*)(void**)>(symbol)};
+  auto* const cluster =
+      reinterpret_cast<unsigned (*)()>(dlsym(library, (std::string("cluster_of_") + name).c_str()));
+  auto* const found = new Kernel{name, reinterpret_cast<void (*)(void**)>(symbol),
+                                 cluster == nullptr ? 1 : cluster()};
   *kernel = reinterpret_cast<CUkernel>(found);
   return CUDA_SUCCESS;
 }
@@ -107,8 +111,8 @@ CUresult cuLaunchKernelEx(CUlaunchConfig const* config, CUfunction function, voi
                           void**) {
   Kernel const& kernel = *reinterpret_cast<Kernel const*>(function);
   std::string const error =
-      emulator::run_grid(kernel.name, kernel.call, arguments, config->gridDimX, config->blockDimX,
-                         config->sharedMemBytes);
+      emulator::run_grid(kernel.name, kernel.call, arguments, config->gridDimX, kernel.cluster,
+                         config->blockDimX, config->sharedMemBytes);
   return error.empty() ? CUDA_SUCCESS : failure(CUDA_ERROR_LAUNCH_FAILED, error);
 }
 

@@ -52,6 +52,13 @@ struct AsyncCopy {
 
 struct Block;
 
+// Blocks that run at the same time. All of their threads have a barrier.
+struct Cluster {
+  std::vector<Block*> blocks;  // null if the block has ended
+  int arrived = 0;
+  uint64_t generation = 0;
+};
+
 struct Fiber {
   Block* block = nullptr;
   int thread = 0;
@@ -69,6 +76,7 @@ struct Fiber {
   uint64_t stores = 0;          // of TMA, which reads shared memory
   bool stores_committed = true;
   uint32_t fences = 0;
+  uint64_t cluster_generation = 0;  // in which it arrived at the barrier of the cluster
 };
 
 // One warp's part of a wgmma: 16 rows of the accumulators.
@@ -113,6 +121,7 @@ struct NamedBarrier {
 
 struct Block {
   unsigned index;
+  std::shared_ptr<Cluster> cluster;
   int live;
   char* shared;
   int shared_bytes;
@@ -148,16 +157,21 @@ Exchange& meet(char const* instruction, uint32_t const* words, int count,
 
 // A range of shared memory, checked.
 char* shared_range(Block& block, uint32_t address, int bytes, int alignment, char const* what);
+// The block of the cluster with this rank, which must be running.
+Block& cluster_block(int rank);
+
 // A checked range that TMA or wgmma will read: its writers must have passed a fence.
 char const* async_read(Block& block, uint32_t address, int bytes, char const* what);
 void mark_written(Block& block, uint32_t address, int bytes, uint32_t writer);
 
 void complete_bytes(uint64_t& barrier, int bytes);
+// The barrier at the address of this block's `barrier` in another block.
+uint64_t& in_block(uint64_t const& barrier, Block& block);
 void thread_exits(Fiber& fiber);
 
 // Runs a grid to its end. Returns an error message, empty on success.
 std::string run_grid(std::string const& name, void (*kernel)(void**), void** arguments,
-                     unsigned blocks, unsigned threads, unsigned shared_bytes);
+                     unsigned blocks, unsigned cluster, unsigned threads, unsigned shared_bytes);
 
 // A tensor map, as cuTensorMapEncodeTiled of the emulated driver encodes it.
 struct TensorMap {

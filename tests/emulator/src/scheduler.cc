@@ -13,6 +13,8 @@
 
 #include <vector_types.h>
 
+#include <algorithm>
+
 #include "machine.h"
 
 uint3 threadIdx;
@@ -160,10 +162,12 @@ void run_transfer(Block& block) {
   note_progress();
 }
 
-std::unique_ptr<Block> make_block(unsigned index, int slot, unsigned threads,
-                                  unsigned shared_bytes) {
+std::unique_ptr<Block> make_block(unsigned index, std::shared_ptr<Cluster> const& cluster, int slot,
+                                  unsigned threads, unsigned shared_bytes) {
   auto block = std::make_unique<Block>();
   block->index = index;
+  block->cluster = cluster;
+  cluster->blocks.push_back(block.get());
   block->live = int(threads);
   block->shared = shared_memory(slot, shared_bytes);
   block->shared_bytes = int(shared_bytes);
@@ -185,6 +189,9 @@ void retire(Block& block) {
     fail("block %u ends while %zu TMA copies are in flight", block.index, block.transfers.size());
   }
   for (Fiber& fiber : block.fibers) free_stacks.push_back(fiber.stack);
+  for (Block*& other : block.cluster->blocks) {
+    if (other == &block) other = nullptr;
+  }
 }
 
 [[noreturn]] void fail_hanging() {
@@ -232,17 +239,21 @@ void take_turn() {
   fail_hanging();
 }
 
-void run_blocks(unsigned blocks, unsigned threads, unsigned shared_bytes) {
-  unsigned const resident = unsigned(settings().multiprocessors);
+void run_blocks(unsigned blocks, unsigned cluster, unsigned threads, unsigned shared_bytes) {
+  unsigned const resident = std::max(unsigned(settings().multiprocessors), cluster);
   unsigned next = 0;
   std::vector<int> free_slots;
   for (unsigned slot = 0; slot < resident; ++slot) free_slots.push_back(int(slot));
   std::map<Block*, int> slots;
   while (next < blocks || !launch->blocks.empty()) {
-    while (next < blocks && !free_slots.empty()) {
-      launch->blocks.push_back(make_block(next++, free_slots.back(), threads, shared_bytes));
-      slots[launch->blocks.back().get()] = free_slots.back();
-      free_slots.pop_back();
+    while (next < blocks && free_slots.size() >= cluster) {
+      auto const together = std::make_shared<Cluster>();
+      for (unsigned rank = 0; rank < cluster; ++rank) {
+        launch->blocks.push_back(
+            make_block(next++, together, free_slots.back(), threads, shared_bytes));
+        slots[launch->blocks.back().get()] = free_slots.back();
+        free_slots.pop_back();
+      }
     }
     take_turn();
     for (size_t i = 0; i < launch->blocks.size(); ++i) {
@@ -346,7 +357,11 @@ void fail(char const* format, ...) {
 }
 
 std::string run_grid(std::string const& name, void (*kernel)(void**), void** arguments,
-                     unsigned blocks, unsigned threads, unsigned shared_bytes) {
+                     unsigned blocks, unsigned cluster, unsigned threads, unsigned shared_bytes) {
+  if (blocks % cluster != 0) {
+    return name + ": " + std::to_string(blocks) + " blocks do not form clusters of " +
+           std::to_string(cluster);
+  }
   static std::mutex one_at_a_time;
   std::lock_guard<std::mutex> const lock(one_at_a_time);
   SignalHandlers const handlers;
@@ -358,7 +373,7 @@ std::string run_grid(std::string const& name, void (*kernel)(void**), void** arg
   launch = running.get();
   random_state = settings().seed * 2654435761u + 12345;
   gridDim = dim3(blocks, 1, 1);
-  if (_setjmp(running->abort) == 0) run_blocks(blocks, threads, shared_bytes);
+  if (_setjmp(running->abort) == 0) run_blocks(blocks, cluster, threads, shared_bytes);
   launch = nullptr;
   return running->error;
 }

@@ -18,6 +18,15 @@ struct PipelineStage {
       parity ^= 1;
     }
   }
+
+  // Advances by `count` buffers, at most kStages.
+  CUTE_DEVICE void advance(int count) {
+    index += count;
+    if (index >= kStages) {
+      index -= kStages;
+      parity ^= 1;
+    }
+  }
 };
 
 // The barriers of a ring buffer between producers and consumer warps. There is one producer thread

@@ -23,6 +23,7 @@
 // next KV block arrive while the rest is read.
 #pragma once
 
+#include <memeff/collective/softmax/exchange.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -57,6 +58,7 @@ struct FmhaForwardLatentSm90 {
   using Mask = ScoreMask<Config, ScoreGrid, true>;
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid>>;
   using Softmax = OnlineSoftmax<1, false, has_large_scores<Config>()>;
+  using Exchange = SoftmaxExchange<ScoreGrid, Softmax>;
   using Schedule = BalancedKeys<Config, Mask>;
   using Output = LatentOutputSm90<Config, OutGrid, Softmax>;
 
@@ -84,12 +86,6 @@ struct FmhaForwardLatentSm90 {
   struct KeyBarriers {
     uint64_t full[kPanels];
     uint64_t empty[kParts];
-  };
-
-  // The softmax reference of a row after a KV block, and the factor of the earlier sums.
-  struct RowReference {
-    float score;
-    float correction;
   };
 
   static constexpr int kWorkStages = 4;

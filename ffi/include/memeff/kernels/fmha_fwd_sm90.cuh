@@ -34,7 +34,8 @@
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/forward/consumer_turns.cuh>
-#include <memeff/kernels/forward/f16x3_operands_sm90.cuh>
+#include <memeff/kernels/forward/f16x3/operands.cuh>
+#include <memeff/kernels/forward/f16x3/split.cuh>
 #include <memeff/kernels/forward/main_loop_sm90.cuh>
 #include <memeff/kernels/forward/operands_sm90.cuh>
 #include <memeff/kernels/forward/output_sm90.cuh>

@@ -18,6 +18,7 @@
 #define __managed__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __device_builtin__
 #define __device_builtin_texture_type__
 #define __device_builtin_surface_type__

@@ -129,3 +129,7 @@ void call(void (*kernel)(Params...), void** arguments) {
 
 #define EMULATOR_KERNEL(name) \
   extern "C" void emulated_##name(void** arguments) { emulator::call(name, arguments); }
+
+// Such a library also exports the number of blocks of a cluster, if it is not 1.
+#define EMULATOR_CLUSTER(name, blocks) \
+  extern "C" unsigned cluster_of_##name() { return blocks; }

@@ -35,6 +35,13 @@ void init_barrier(uint64_t& barrier, int arrivals);
 void arrive_barrier(uint64_t& barrier, int expected_bytes);
 void wait_barrier(uint64_t& barrier, int parity);
 
+// Clusters: blocks that run at the same time. The rank is the index of this block in its cluster.
+int cluster_rank();
+void arrive_cluster();  // does not wait
+void wait_cluster();
+// Arrives at the barrier of the same address in another block of the cluster, or in this one.
+void arrive_cluster_barrier(uint64_t& barrier, int rank);
+
 // Instructions that the lanes of a warp execute together.
 uint32_t shuffle(uint32_t value, int lane);
 uint32_t ballot(bool predicate);
@@ -60,6 +67,9 @@ void wait_products(int pending);
 
 // TMA.
 void load_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4]);
+// The box arrives at the same addresses of all `blocks` blocks of the cluster.
+void load_cluster_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4],
+                      int blocks);
 void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes);
 void store_box(void const* map, uint32_t shared, int const (&start)[4]);
 void reduce_add_tma(float* global, uint32_t shared, int bytes);

@@ -14,16 +14,17 @@
 
 namespace memeff {
 
-// Called by finish_work_tile() of a consumer, or with consumer groups by the first group only.
+// A consumer calls write() after the last KV block of a work tile, with consumer groups the first
+// group only.
 template <class Config, class Grid, class Softmax>
 struct ForwardOutputSm90 {
   using Element = typename Config::Element;
 
   // Writes output and logsumexp of this warp's valid rows of a work tile, those below
-  // `query_length`.
+  // `query_length`. If consumers divide the columns, those of this one begin at `first_column`.
   template <class Output>
   CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
-                                Softmax& softmax, Output& output) {
+                                Softmax& softmax, Output& output, int first_column = 0) {
     ProblemShape const& shape = params.shape;
     int const row = item.tile * Config::kTileQuery;
     RowsOfTile<> const rows(shape, item.batch, item.head, row, query_length);
@@ -32,7 +33,7 @@ struct ForwardOutputSm90 {
     Origin const origin = query_origin<Config>(shape, item.batch);
     int const query = row + Grid::element_row(0, 0);
     char* out = row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head) +
-                lane_column() * int(sizeof(Element));
+                (first_column + lane_column()) * int(sizeof(Element));
     float* logsumexp =
         params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head) + query;
     // Otherwise the compiler computes each of the addresses below from scratch.
@@ -42,10 +43,10 @@ struct ForwardOutputSm90 {
     for (int r = 0; r < Softmax::kRows; ++r) {
       int const below = Grid::element_row(2 * r, 0) - Grid::element_row(0, 0);
       bool const valid = query + below < query_length;
-      store_global_if(valid && threadIdx.x % 4 == 0, logsumexp + below,
+      store_global_if(valid && first_column == 0 && threadIdx.x % 4 == 0, logsumexp + below,
                       softmax.softmax_reference[r]);
       store_row<Element>(out + below * params.out.row_stride * int(sizeof(Element)), output, r,
-                         shape.value_dim, valid);
+                         shape.value_dim - first_column, valid);
     }
   }
 

@@ -17,6 +17,7 @@ template <class Config, class Kernel>
 struct LatentConsumerSm90 {
   using Element = typename Config::Element;
   using Control = typename Kernel::Control;
+  using Exchange = typename Kernel::Exchange;
   using Mask = typename Kernel::Mask;
   using Modifiers = typename Kernel::Modifiers;
   using OutGrid = typename Kernel::OutGrid;
@@ -91,7 +92,9 @@ struct LatentConsumerSm90 {
       end_other_values(control, at, output);
     }
     at.query.advance();
-    add_row_sums(control, at, softmax);
+    Exchange::add_row_sums(control.row_sums[at.sums], at.warpgroup, Kernel::kConsumerBarrier,
+                           softmax);
+    at.sums ^= 1;  // hazard: the other consumer may still read these
     Kernel::Output::write(params, part, mask.query_length, at.warpgroup,
                           at.warpgroup * Kernel::kColumns, softmax, output);
   }
@@ -166,13 +169,7 @@ struct LatentConsumerSm90 {
     // replace.
     named_barrier_sync(Kernel::warpgroup_barrier(at.warpgroup), kWarpgroupSize);
     store_operand<ProbabilityTile, ScoreGrid>(tiles + Kernel::kProbabilityOffset, probabilities);
-    if (threadIdx.x % 4 == 0) {
-      CUTE_UNROLL
-      for (int r = 0; r < Softmax::kRows; ++r) {
-        control.references[ScoreGrid::element_row(2 * r, 0)] = {softmax.softmax_reference[r],
-                                                                correction.rows[r]};
-      }
-    }
+    Exchange::publish(control.references, softmax, correction);
     int const column = block * kTileKey;
     bool const clears =
         reads_beyond<Config>(mask.key_length, column + kTileKey, params.shape.key_length);
@@ -209,14 +206,7 @@ struct LatentConsumerSm90 {
     int const other = 1 - at.warpgroup;
     wait_barrier(control.probabilities[other], at.other_parity);
     random_sleep();
-    typename Softmax::Correction correction;
-    CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
-      auto const [score, factor] = control.references[ScoreGrid::element_row(2 * r, 0)];
-      softmax.softmax_reference[r] = score;
-      softmax.row_sum[r] *= factor;
-      correction.rows[r] = factor;
-    }
+    auto const correction = Exchange::adopt(control.references, softmax);
     Softmax::rescale(output, correction);
     // Redundant wait: the owner of the scores has waited for these keys. It makes their arrival
     // visible to this thread without relying on the other consumer.
@@ -248,26 +238,6 @@ struct LatentConsumerSm90 {
                                                                             int buffer) {
     return DescriptorOperand<ValueTile, Contiguous::outer>(Kernel::keys(tiles, buffer) +
                                                            at.warpgroup * ValueTile::kBytes);
-  }
-
-  // Gives both consumers the row sums over all KV blocks, relative to the references of the last
-  // block.
-  CUTE_DEVICE static void add_row_sums(Control& control, Position& at, Softmax& softmax) {
-    auto& sums = control.row_sums[at.sums];
-    bool const first = threadIdx.x % 4 == 0;
-    CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
-      softmax.row_sum[r] = quad_sum(softmax.row_sum[r]);
-      if (first) sums[at.warpgroup][ScoreGrid::element_row(2 * r, 0)] = softmax.row_sum[r];
-    }
-    named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
-    CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
-      // Only the first lane keeps the total, because finish() adds up the four lanes of a row.
-      float const other = sums[1 - at.warpgroup][ScoreGrid::element_row(2 * r, 0)];
-      softmax.row_sum[r] = first ? softmax.row_sum[r] + other : 0.0f;
-    }
-    at.sums ^= 1;  // hazard: the other consumer may still read these
   }
 };
 

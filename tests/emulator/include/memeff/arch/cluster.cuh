@@ -1,0 +1,22 @@
+// Clusters of CTAs.
+#pragma once
+
+#include <memeff/arch/barrier.cuh>
+#include <memeff/arch/tma.cuh>
+
+namespace memeff {
+
+CUTE_DEVICE int cluster_rank() { return emulator::cluster_rank(); }
+CUTE_DEVICE void arrive_cluster() { emulator::arrive_cluster(); }
+CUTE_DEVICE void wait_cluster() { emulator::wait_cluster(); }
+CUTE_DEVICE void arrive_cluster_barrier(uint64_t& barrier, int rank) {
+  emulator::arrive_cluster_barrier(barrier, rank);
+}
+
+template <int kCtas>
+CUTE_DEVICE void load_cluster_box(TensorMap const& map, uint64_t& barrier, uint32_t shared,
+                                  int column, int row, int head, int batch, CacheHint) {
+  emulator::load_cluster_box(&map, barrier, shared, {column, row, head, batch}, kCtas);
+}
+
+}  // namespace memeff
