@@ -321,8 +321,8 @@ def summing_entry_points(
 
 
 def query_sums(spec: KernelSpec, sizes: Sizes, columns: int) -> Iterator[Workspace]:
-    """The f32 sums of dq, of so many ``columns``, and, if they are deterministic, a ticket counter and the semaphore of each
-    KV block (ffi/include/memeff/schedule/dq_semaphore.cuh).
+    """The f32 sums of dq with ``columns`` columns, and, if they are deterministic, a ticket counter
+    and the semaphore of each KV block (ffi/include/memeff/schedule/dq_semaphore.cuh).
     """
     if "query" in spec.gradients:
         size = sizes.padded_queries(spec.tile.query) * columns
