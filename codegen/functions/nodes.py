@@ -44,6 +44,7 @@ MOST_DIMS = launch.MOST_DIMS - 1
 _DIFFERENCE = "arrays.difference({0}, {1})"
 _NEGATIVE = "0.0f - {0}"
 _SCALED_DIFFERENCE = "arrays.scaled_difference({0}, {1}, {2})"
+_PLUS_SCALED_DIFFERENCE = "arrays.plus_scaled_difference({0}, {1}, {2}, {3})"
 
 _LOAD = 2 * FUNCTION
 
@@ -66,6 +67,16 @@ def graph(program: Program, *, precise: bool) -> Graph:
     Raises ``ValueError`` if the program has an operation, a type or a parameter without a form.
     """
     return _Builder(program, precise).graph()
+
+
+def slope(found: Graph) -> int | None:
+    """The node of the number by which a value is the score plus this number times key - query.
+    None if the value is not of this form; the number is one of the head.
+    """
+    value = found.nodes[found.results[0]]
+    if value.form != _PLUS_SCALED_DIFFERENCE or found.nodes[value.args[0]].form != "score":
+        return None
+    return value.args[1]
 
 
 class _Builder:
@@ -188,8 +199,7 @@ class _Builder:
             slope, *positions = self.nodes[node].args
             if op == "sub":
                 slope = self._node("float", "-{0}", (slope,))
-            form = "arrays.plus_scaled_difference({0}, {1}, {2}, {3})"
-            return self._node("float", form, (other, slope, *positions))
+            return self._node("float", _PLUS_SCALED_DIFFERENCE, (other, slope, *positions))
         return None
 
     def _operation(

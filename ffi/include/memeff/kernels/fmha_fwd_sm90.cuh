@@ -33,6 +33,7 @@
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
+#include <memeff/kernels/forward/columns_sm90.cuh>
 #include <memeff/kernels/forward/consumer_turns.cuh>
 #include <memeff/kernels/forward/f16x3_operands_sm90.cuh>
 #include <memeff/kernels/forward/main_loop_sm90.cuh>
@@ -45,6 +46,7 @@
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
+#include <memeff/score/linear.cuh>
 #include <memeff/score/modifiers.cuh>
 
 namespace memeff {
@@ -98,6 +100,8 @@ struct FmhaForwardSm90 {
                             WarpBiasPointer<Config, ScoreGrid>, Mask>;
   using Scaling = cute::conditional_t<Config::kSoftCap && !kIs32Bit<Element>,
                                       PolynomialCap<Config, kCapped>, ScoreScaling<Config>>;
+  using Linear = LinearScores<Config>;
+  using Columns = ColumnProduct<Config>;
   using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>, Scaling>;
 
   using Blocks = KvBlocks<Config, Mask>;
@@ -126,7 +130,8 @@ struct FmhaForwardSm90 {
   };
   static constexpr int kKeyOffset = kQueryStages * Operands::kQueryBufferBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * Keys::kBufferBytes;
-  static constexpr int kBiasOffset = kValueOffset + kStages * Values::kBufferBytes;
+  static constexpr int kColumnsOffset = kValueOffset + kStages * Values::kBufferBytes;
+  static constexpr int kBiasOffset = kColumnsOffset + Columns::kBytes;
   static constexpr int kMergeOffset = kBiasOffset + Bias::kBytes;
   static constexpr int kControlOffset = kMergeOffset + Merge::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
@@ -172,6 +177,7 @@ struct FmhaForwardSm90 {
       control.next_tile.init(1);
       fence_barrier_init();
     }
+    Columns::write(tiles + kColumnsOffset, kThreads);
     __syncthreads();
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();

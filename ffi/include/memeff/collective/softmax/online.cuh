@@ -5,6 +5,7 @@
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/collective/softmax/reference.cuh>
+#include <memeff/score/shift.cuh>
 
 namespace memeff {
 
@@ -98,10 +99,11 @@ struct OnlineSoftmax {
 
   // Turns scores into probabilities and returns the factors for rescale(). Calls
   // `before_exponentials` between the maxima and the exponentials: a main loop may wait for a
-  // product there.
-  template <class Scores, class BeforeExponentials = Nothing>
+  // product there. All scores lack `shift`; softmax references include it.
+  template <class Scores, class BeforeExponentials = Nothing, class Shift = NoShift>
   CUTE_DEVICE Correction exponentiate(Scores& scores, float softmax_scale,
-                                      BeforeExponentials const& before_exponentials = {}) {
+                                      BeforeExponentials const& before_exponentials = {},
+                                      Shift const& shift = {}) {
     Correction correction;
     if (kCapped && softmax_scale <= kCappedScale) {
       CUTE_UNROLL
@@ -115,14 +117,17 @@ struct OnlineSoftmax {
     }
     float const scale = remaining(softmax_scale);
     float greatest[kRows];
-    lane_maxima(scores, greatest);
+    lane_maxima(scores, greatest, shift.score());
     Reference references[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) references[r] = follow(r, greatest[r], scale, correction);
+    for (int r = 0; r < kRows; ++r) {
+      references[r] = follow(r, greatest[r], scale, shift, correction);
+    }
     if constexpr (kLargeScores) subtract_large(scores, references);
     before_exponentials();
-    add_exponentials(scores, correction,
-                     [&](int r, float x) { return fmaf(x, scale, -references[r].product); });
+    add_exponentials(scores, correction, [&](int r, float x) {
+      return fmaf(x, scale, shift.exponent(references[r].product, scale));
+    });
     return correction;
   }
 
@@ -219,9 +224,10 @@ struct OnlineSoftmax {
   }
 
   // The reference for softmax_reference = `score`.
-  CUTE_DEVICE static Reference reference_of(float score, float softmax_scale) {
+  CUTE_DEVICE static Reference reference_of(float score, float softmax_scale,
+                                            bool may_be_large = true) {
     if constexpr (kRoundedReference) return Reference::of(rounded(score, softmax_scale), 1.0f);
-    return Reference::of(score, softmax_scale);
+    return Reference::of(score, softmax_scale, may_be_large);
   }
 
   // The exponent that converts probabilities of softmax_reference = `score` to another reference.
@@ -231,8 +237,10 @@ struct OnlineSoftmax {
   }
 
   // Updates the reference of a row for new scores; `greatest` is this lane's maximum of them.
-  CUTE_DEVICE Reference follow(int r, float greatest, float softmax_scale, Correction& correction) {
-    float const maximum = quad_max(greatest);
+  template <class Shift>
+  CUTE_DEVICE Reference follow(int r, float greatest, float softmax_scale, Shift const& shift,
+                               Correction& correction) {
+    float const maximum = shift.add(quad_max(greatest));
     float const before = softmax_reference[r];
     bool rises;
     if constexpr (kExactMaximum) {
@@ -244,7 +252,8 @@ struct OnlineSoftmax {
       rises = (maximum - before) * softmax_scale > kSlack;
       softmax_reference[r] = rises ? maximum : before;
     }
-    auto const reference = reference_of(softmax_reference[r], softmax_scale);
+    auto const reference =
+        reference_of(softmax_reference[r], softmax_scale, shift.may_be_large());
     correction.rows[r] = rises ? exp2_approx(exponent_of(reference, before, softmax_scale)) : 1.0f;
     return reference;
   }
@@ -266,10 +275,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // This lane's maximum of each row. If the maximum is below the reference, the result may be
-  // another score below the reference.
+  // This lane's maximum of each row, for scores that lack `shift`. If the maximum is below the
+  // reference, the result may be another score below the reference.
   template <class Scores>
-  CUTE_DEVICE void lane_maxima(Scores const& scores, float (&greatest)[kRows]) const {
+  CUTE_DEVICE void lane_maxima(Scores const& scores, float (&greatest)[kRows], float shift) const {
     if constexpr (kIntegerMaximum) {
       bool ordered = true;
       CUTE_UNROLL
@@ -281,7 +290,7 @@ struct OnlineSoftmax {
                                  __float_as_int(scores(2 * (r % 2) + 1, r / 2, n)));
         }
         greatest[r] = __int_as_float(maximum);
-        ordered &= maximum > 0 || softmax_reference[r] >= 0.0f;
+        ordered &= maximum > 0 || softmax_reference[r] >= shift;
       }
       if (!warp_any(!ordered)) return;
     }

@@ -10,6 +10,7 @@
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/score/bias/tile.cuh>
+#include <memeff/score/linear.cuh>
 #include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {
@@ -23,12 +24,14 @@ struct ForwardOutputSm90 {
   // `query_length`.
   template <class Output>
   CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
-                                Softmax& softmax, Output& output) {
+                                LinearScores<Config> const& linear, Softmax& softmax,
+                                Output& output) {
     ProblemShape const& shape = params.shape;
     int const row = item.tile * Config::kTileQuery;
     RowsOfTile<> const rows(shape, item.batch, item.head, row, query_length);
-    softmax.finish(output, params.scale.softmax_scale, probability_scale<Config>(params),
-                   LaneRowModifiers<Config, Grid>(params, rows));
+    LaneRowModifiers<Config, Grid> const modifiers(params, rows);
+    softmax.finish(output, linear.softmax_scale(params.scale), probability_scale<Config>(params),
+                   linear.template rows<Grid>(modifiers, params.scale));
     Origin const origin = query_origin<Config>(shape, item.batch);
     int const query = row + Grid::element_row(0, 0);
     char* out = row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head) +
