@@ -66,41 +66,42 @@ struct LinearScores<Config, true> {
   static constexpr float kLeastScale = 0x1p-12f;
   static constexpr float kMostScale = 16.0f;
 
-  float slope;      // of a product, for one column; NaN if scores are evaluated one by one
-  uint32_t parts;   // of the slope: this lane's two numbers of the left operand
-  int key_to_query; // from the position of row 0 to that of column 0
+  bool is_linear;        // else scores are evaluated one by one, and the slopes are 0
+  float slope;           // of a product, for one column
+  float scale;           // softmax_scale
+  float exponent_slope;  // slope * scale
+  uint32_t parts;        // of the slope: this lane's two numbers of the left operand
+  int key_to_query;      // from the position of row 0 to that of column 0
 
   template <class Params>
   CUTE_DEVICE LinearScores(Params const& params, WorkItem const& item) {
     OfTile const function(params, {item.batch, item.head, 0, 0});
     float const own = function.slope();
-    float const scale = params.scale.prescale;
-    bool const fits = fabsf(own) <= kMostSlope && scale >= kLeastScale && scale <= kMostScale;
-    slope = fits ? own * reciprocal_approx(scale) : __int_as_float(0x7fffffff);
-    parts = lane_parts(fits ? slope : 0.0f);
+    float const prescale = params.scale.prescale;
+    is_linear = fabsf(own) <= kMostSlope && prescale >= kLeastScale && prescale <= kMostScale;
+    slope = is_linear ? own * reciprocal_approx(prescale) : 0.0f;
+    scale = params.scale.softmax_scale * (is_linear ? prescale : 1.0f);
+    exponent_slope = slope * scale;
+    parts = lane_parts(slope);
     key_to_query = function.difference_of_positions();
   }
 
-  CUTE_DEVICE bool is_linear() const { return slope == slope; }
-
-  CUTE_DEVICE float softmax_scale(ScoreScale const& scale) const {
-    return is_linear() ? scale.prescale * scale.softmax_scale : scale.softmax_scale;
-  }
+  CUTE_DEVICE float softmax_scale(ScoreScale const&) const { return scale; }
 
   // The shift of the tile of scores whose first row and column these are.
   CUTE_DEVICE ColumnShift shift(int row, int column) const {
-    return {is_linear() ? slope : 0.0f, float(column - row + key_to_query), !is_linear()};
+    return {slope, exponent_slope, float(column - row + key_to_query), !is_linear};
   }
 
   template <class Modify>
   CUTE_DEVICE void modify(Modify const& modify) const {
-    if (warp_any(!is_linear())) modify();
+    if (!is_linear) modify();
   }
 
   template <class Grid, class Modifiers>
   CUTE_DEVICE LinearRows<Grid, Modifiers> rows(Modifiers const& modifiers,
                                                ScoreScale const& scale) const {
-    return {modifiers, is_linear() ? slope * scale.prescale : 0.0f};
+    return {modifiers, slope * scale.prescale};
   }
 
  private:

@@ -10,20 +10,23 @@ namespace memeff {
 
 // The scores are complete.
 struct NoShift {
+  static constexpr bool kIsOn = false;
+
   // The number, as a score.
   CUTE_DEVICE static float score() { return 0.0f; }
   // A score with the number.
   CUTE_DEVICE static float add(float score) { return score; }
   // The addend of an exponent for a softmax reference times softmax_scale.
-  CUTE_DEVICE static float exponent(float product, float) { return -product; }
-  // Whether scores may be so large that the softmax subtracts the reference from them.
-  CUTE_DEVICE static bool may_be_large() { return true; }
+  CUTE_DEVICE static float exponent(float product) { return -product; }
 };
 
 // The scores lack slope * distance. Then they are small themselves, because the products of a call
 // are, and so are 128 slopes. With `is_complete` the slope is 0, and scores may be large.
 struct ColumnShift {
+  static constexpr bool kIsOn = true;
+
   float slope;
+  float exponent_slope;  // slope times softmax_scale
   float distance;
   bool is_complete;
 
@@ -31,10 +34,9 @@ struct ColumnShift {
   CUTE_DEVICE float add(float score) const { return fmaf(slope, distance, score); }
   // Hazard: both terms may be large and their sum small. Rounding the product first would change
   // the weights of KV blocks relative to each other.
-  CUTE_DEVICE float exponent(float product, float softmax_scale) const {
-    return fmaf(slope * softmax_scale, distance, -product);
+  CUTE_DEVICE float exponent(float product) const {
+    return fmaf(exponent_slope, distance, -product);
   }
-  CUTE_DEVICE bool may_be_large() const { return is_complete; }
 };
 
 }  // namespace memeff

@@ -118,15 +118,39 @@ struct OnlineSoftmax {
     float const scale = remaining(softmax_scale);
     float greatest[kRows];
     lane_maxima(scores, greatest, shift.score());
-    Reference references[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      references[r] = follow(r, greatest[r], scale, shift, correction);
+    float products[kRows];
+    if constexpr (Shift::kIsOn && kLargeScores) {
+      float before[kRows];
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        before[r] = softmax_reference[r];
+        products[r] =
+            follow<ScoreReference<false>>(r, greatest[r], scale, shift, correction).product;
+      }
+      if (shift.is_complete) {
+        Reference references[kRows];
+        CUTE_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          references[r] = reference_of<Reference>(softmax_reference[r], scale);
+          products[r] = references[r].product;
+          if (before[r] != softmax_reference[r]) {
+            correction.rows[r] = exp2_approx(exponent_of(references[r], before[r], scale));
+          }
+        }
+        subtract_large(scores, references);
+      }
+    } else {
+      Reference references[kRows];
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        references[r] = follow<Reference>(r, greatest[r], scale, shift, correction);
+        products[r] = references[r].product;
+      }
+      if constexpr (kLargeScores) subtract_large(scores, references);
     }
-    if constexpr (kLargeScores) subtract_large(scores, references);
     before_exponentials();
     add_exponentials(scores, correction, [&](int r, float x) {
-      return fmaf(x, scale, shift.exponent(references[r].product, scale));
+      return fmaf(x, scale, shift.exponent(products[r]));
     });
     return correction;
   }
@@ -156,7 +180,7 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const maximum = fmaxf(softmax_reference[r], other.softmax_reference[r]);
-      auto const reference = reference_of(maximum, scale);
+      auto const reference = reference_of<Reference>(maximum, scale);
       weights.own[r] = exp2_approx(exponent_of(reference, softmax_reference[r], scale));
       weights.other[r] = exp2_approx(exponent_of(reference, other.softmax_reference[r], scale));
       softmax_reference[r] = maximum;
@@ -224,20 +248,21 @@ struct OnlineSoftmax {
   }
 
   // The reference for softmax_reference = `score`.
-  CUTE_DEVICE static Reference reference_of(float score, float softmax_scale,
-                                            bool may_be_large = true) {
+  template <class Reference>
+  CUTE_DEVICE static Reference reference_of(float score, float softmax_scale) {
     if constexpr (kRoundedReference) return Reference::of(rounded(score, softmax_scale), 1.0f);
-    return Reference::of(score, softmax_scale, may_be_large);
+    return Reference::of(score, softmax_scale);
   }
 
   // The exponent that converts probabilities of softmax_reference = `score` to another reference.
+  template <class Reference>
   CUTE_DEVICE static float exponent_of(Reference reference, float score, float softmax_scale) {
     if constexpr (kRoundedReference) return reference.correction(rounded(score, softmax_scale), 1);
     return reference.correction(score, softmax_scale);
   }
 
   // Updates the reference of a row for new scores; `greatest` is this lane's maximum of them.
-  template <class Shift>
+  template <class Reference, class Shift>
   CUTE_DEVICE Reference follow(int r, float greatest, float softmax_scale, Shift const& shift,
                                Correction& correction) {
     float const maximum = shift.add(quad_max(greatest));
@@ -252,8 +277,7 @@ struct OnlineSoftmax {
       rises = (maximum - before) * softmax_scale > kSlack;
       softmax_reference[r] = rises ? maximum : before;
     }
-    auto const reference =
-        reference_of(softmax_reference[r], softmax_scale, shift.may_be_large());
+    auto const reference = reference_of<Reference>(softmax_reference[r], softmax_scale);
     correction.rows[r] = rises ? exp2_approx(exponent_of(reference, before, softmax_scale)) : 1.0f;
     return reference;
   }

@@ -19,11 +19,10 @@ struct ScoreReference {
   // The reference for a greatest score. Hazard: if all keys of a row so far are masked, score and
   // product must be 0, because -inf - -inf would be NaN, and elements masked by a bias would get
   // probability 1.
-  CUTE_DEVICE static ScoreReference of(float greatest, float softmax_scale,
-                                       bool may_be_large = true) {
+  CUTE_DEVICE static ScoreReference of(float greatest, float softmax_scale) {
     float const product = greatest * softmax_scale;
     bool const masked = product < kMaskedBias * kLog2e;
-    bool const large = kLargeScores & may_be_large & !masked & fabsf(product) >= kWholeFloats;
+    bool const large = kLargeScores & !masked & fabsf(product) >= kWholeFloats;
     return {large ? greatest : 0.0f, masked | large ? 0.0f : product};
   }
 

@@ -29,9 +29,9 @@ struct ForwardOutputSm90 {
     ProblemShape const& shape = params.shape;
     int const row = item.tile * Config::kTileQuery;
     RowsOfTile<> const rows(shape, item.batch, item.head, row, query_length);
-    LaneRowModifiers<Config, Grid> const modifiers(params, rows);
     softmax.finish(output, linear.softmax_scale(params.scale), probability_scale<Config>(params),
-                   linear.template rows<Grid>(modifiers, params.scale));
+                   linear.template rows<Grid>(LaneRowModifiers<Config, Grid>(params, rows),
+                                              params.scale));
     Origin const origin = query_origin<Config>(shape, item.batch);
     int const query = row + Grid::element_row(0, 0);
     char* out = row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head) +
