@@ -59,12 +59,13 @@ struct LinearScores<Config, true> {
                                 Config::kScoreLiterals>;
   static_assert(!Config::kBias && !Config::kSoftCap && sizeof(Element) == 2);
 
-  // Within these bounds the slope of a product is finite in float16, and 128 slopes have an error
-  // below 2e-4. Other slopes and scales, and NaN, are rare, and their scores are evaluated one by
-  // one.
+  // The slopes, scales and distances of usual calls. Then the slope of a product is finite in
+  // float16, scores without the shift have an error below 2e-4, and the rounded reference of a row
+  // is close to its maximum. Otherwise, and if the slope is NaN, scores are evaluated one by one.
   static constexpr float kMostSlope = 8.0f;
   static constexpr float kLeastScale = 0x1p-12f;
   static constexpr float kMostScale = 16.0f;
+  static constexpr float kMostShift = 0x1p24f;
 
   bool is_linear;        // else scores are evaluated one by one, and the slopes are 0
   float slope;           // of a product, for one column
@@ -78,12 +79,15 @@ struct LinearScores<Config, true> {
     OfTile const function(params, {item.batch, item.head, 0, 0});
     float const own = function.slope();
     float const prescale = params.scale.prescale;
-    is_linear = fabsf(own) <= kMostSlope && prescale >= kLeastScale && prescale <= kMostScale;
+    key_to_query = function.difference_of_positions();
+    float const distance = fabsf(float(key_to_query)) + float(params.shape.query_length) +
+                           float(params.shape.key_length);
+    is_linear = fabsf(own) <= kMostSlope && fabsf(own) * distance <= kMostShift &&
+                prescale >= kLeastScale && prescale <= kMostScale;
     slope = is_linear ? own * reciprocal_approx(prescale) : 0.0f;
     scale = params.scale.softmax_scale * (is_linear ? prescale : 1.0f);
     exponent_slope = slope * scale;
     parts = lane_parts(slope);
-    key_to_query = function.difference_of_positions();
   }
 
   CUTE_DEVICE float softmax_scale(ScoreScale const&) const { return scale; }
