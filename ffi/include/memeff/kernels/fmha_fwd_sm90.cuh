@@ -28,12 +28,13 @@
 
 #include <memeff/collective/consumer_groups.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
+#include <memeff/collective/softmax/column_product.cuh>
+#include <memeff/collective/softmax/linear_scores.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/kernels/forward/columns_sm90.cuh>
 #include <memeff/kernels/forward/consumer_turns.cuh>
 #include <memeff/kernels/forward/f16x3_operands_sm90.cuh>
 #include <memeff/kernels/forward/main_loop_sm90.cuh>
@@ -46,7 +47,6 @@
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
-#include <memeff/score/linear.cuh>
 #include <memeff/score/modifiers.cuh>
 
 namespace memeff {

@@ -5,7 +5,7 @@
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/collective/softmax/reference.cuh>
-#include <memeff/score/shift.cuh>
+#include <memeff/collective/softmax/shift.cuh>
 
 namespace memeff {
 
@@ -120,25 +120,7 @@ struct OnlineSoftmax {
     lane_maxima(scores, greatest, shift.score());
     float products[kRows];
     if constexpr (Shift::kIsOn && kLargeScores) {
-      float before[kRows];
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        before[r] = softmax_reference[r];
-        products[r] =
-            follow<ScoreReference<false>>(r, greatest[r], scale, shift, correction).product;
-      }
-      if (shift.is_complete) {
-        Reference references[kRows];
-        CUTE_UNROLL
-        for (int r = 0; r < kRows; ++r) {
-          references[r] = reference_of<Reference>(softmax_reference[r], scale);
-          products[r] = references[r].product;
-          if (before[r] != softmax_reference[r]) {
-            correction.rows[r] = exp2_approx(exponent_of(references[r], before[r], scale));
-          }
-        }
-        subtract_large(scores, references);
-      }
+      follow_shifted(scores, greatest, scale, shift, products, correction);
     } else {
       Reference references[kRows];
       CUTE_UNROLL
@@ -149,9 +131,8 @@ struct OnlineSoftmax {
       if constexpr (kLargeScores) subtract_large(scores, references);
     }
     before_exponentials();
-    add_exponentials(scores, correction, [&](int r, float x) {
-      return fmaf(x, scale, shift.exponent(products[r]));
-    });
+    add_exponentials(scores, correction,
+                     [&](int r, float x) { return fmaf(x, scale, shift.exponent(products[r])); });
     return correction;
   }
 
@@ -280,6 +261,32 @@ struct OnlineSoftmax {
     auto const reference = reference_of<Reference>(softmax_reference[r], softmax_scale);
     correction.rows[r] = rises ? exp2_approx(exponent_of(reference, before, softmax_scale)) : 1.0f;
     return reference;
+  }
+
+  // follow() for all rows of scores that are large only if they are complete. Other scores take no
+  // instruction for large references.
+  template <class Scores, class Shift>
+  CUTE_DEVICE void follow_shifted(Scores& scores, float const (&greatest)[kRows],
+                                  float softmax_scale, Shift const& shift, float (&products)[kRows],
+                                  Correction& correction) {
+    float before[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      before[r] = softmax_reference[r];
+      products[r] =
+          follow<ScoreReference<false>>(r, greatest[r], softmax_scale, shift, correction).product;
+    }
+    if (!shift.is_complete) return;
+    Reference references[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      references[r] = reference_of<Reference>(softmax_reference[r], softmax_scale);
+      products[r] = references[r].product;
+      if (before[r] != softmax_reference[r]) {
+        correction.rows[r] = exp2_approx(exponent_of(references[r], before[r], softmax_scale));
+      }
+    }
+    subtract_large(scores, references);
   }
 
   // Subtracts the scores of large references from their rows. Few rows of most calls have one.

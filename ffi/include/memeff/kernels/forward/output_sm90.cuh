@@ -3,6 +3,7 @@
 
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
+#include <memeff/collective/softmax/linear_scores.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/sequences.cuh>
@@ -10,7 +11,6 @@
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/score/bias/tile.cuh>
-#include <memeff/score/linear.cuh>
 #include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {
@@ -29,9 +29,9 @@ struct ForwardOutputSm90 {
     ProblemShape const& shape = params.shape;
     int const row = item.tile * Config::kTileQuery;
     RowsOfTile<> const rows(shape, item.batch, item.head, row, query_length);
-    softmax.finish(output, linear.softmax_scale(params.scale), probability_scale<Config>(params),
-                   linear.template rows<Grid>(LaneRowModifiers<Config, Grid>(params, rows),
-                                              params.scale));
+    softmax.finish(
+        output, linear.softmax_scale(params.scale), probability_scale<Config>(params),
+        linear.template rows<Grid>(LaneRowModifiers<Config, Grid>(params, rows), params.scale));
     Origin const origin = query_origin<Config>(shape, item.batch);
     int const query = row + Grid::element_row(0, 0);
     char* out = row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head) +

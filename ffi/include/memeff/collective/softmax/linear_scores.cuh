@@ -3,18 +3,18 @@
 // Evaluated element by element, such a function costs two instructions for each score. So the
 // tensor cores add it, in three parts:
 //
-//   slope * column in the KV block                an additional product (columns_sm90.cuh)
+//   slope * column in the KV block                an additional product (column_product.cuh)
 //   slope * (first column - first row of a tile)  ColumnShift, once for each row and KV block
 //   slope * (first row of a tile - row)           LinearRows, once for each row
 //
 // Scores stay in the units of products, so the scale of a call is a factor of softmax_scale.
 #pragma once
 
+#include <memeff/collective/softmax/shift.cuh>
 #include <memeff/core/function/of_tile.cuh>
 #include <memeff/core/math.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/score/row_end.cuh>
-#include <memeff/score/shift.cuh>
 
 namespace memeff {
 
@@ -118,9 +118,7 @@ struct LinearScores<Config, true> {
     unsigned const lane = threadIdx.x % 4;
     return lane == 0 ? pack<Element>(high, middle) : lane == 1 ? pack<Element>(low, 0.0f) : 0u;
   }
-  CUTE_DEVICE static float rounded(float x) {
-    return unpack<Element>(pack<Element>(x, 0.0f), 0);
-  }
+  CUTE_DEVICE static float rounded(float x) { return unpack<Element>(pack<Element>(x, 0.0f), 0); }
 };
 
 }  // namespace memeff

@@ -1,11 +1,12 @@
-// The product that adds `slope * column` to the scores of a KV block: see score/linear.cuh.
+// The product that adds `slope * column` to the scores of a KV block: see
+// collective/softmax/linear_scores.cuh.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/arch/tma.cuh>
+#include <memeff/collective/softmax/linear_scores.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/shared_tile.cuh>
-#include <memeff/score/linear.cuh>
 
 namespace memeff {
 
