@@ -44,6 +44,8 @@ MOST_DIMS = launch.MOST_DIMS - 1
 _DIFFERENCE = "arrays.difference({0}, {1})"
 _NEGATIVE = "0.0f - {0}"
 _SCALED_DIFFERENCE = "arrays.scaled_difference({0}, {1}, {2})"
+_DIFFERENCES = (_DIFFERENCE, _NEGATIVE, _SCALED_DIFFERENCE)
+"""Forms that ``_scaled_difference`` multiplies by a number of the head."""
 _PLUS_SCALED_DIFFERENCE = "arrays.plus_scaled_difference({0}, {1}, {2}, {3})"
 
 _LOAD = 2 * FUNCTION
@@ -181,10 +183,14 @@ class _Builder:
         return self._node("float", "fabsf({0})" if size else _NEGATIVE, (difference,))
 
     def _scaled_difference(self, args: tuple[int, ...]) -> int | None:
-        """The node of a product of a difference, or its negative, and a number of the head."""
+        """The node of a product of a difference, or its negative, and numbers of the head."""
         for slope, node in (args, args[::-1]):
             if self.nodes[slope].level != Level.HEAD:
                 continue
+            if self.nodes[node].form == _SCALED_DIFFERENCE:
+                inner, *positions = self.nodes[node].args
+                slope = self._node("float", "{0} * {1}", (inner, slope))
+                return self._node("float", _SCALED_DIFFERENCE, (slope, *positions))
             if self.nodes[node].form == _NEGATIVE:
                 slope, node = self._node("float", "-{0}", (slope,)), self.nodes[node].args[0]
             if self.nodes[node].form == _DIFFERENCE:
@@ -226,7 +232,13 @@ class _Builder:
             if divisor.op == "constant" and dtype == "float32":
                 inverse = reciprocal(divisor.param("value"))
                 if inverse is not None and (inverse[1] or not (exact or self.precise)):
-                    form, cost = f"{{0}} * {float_constant(inverse[0])}", CHEAP
+                    number = float_constant(inverse[0])
+                    scales = self.nodes[args[0]].form in _DIFFERENCES
+                    if scales and not (exact or self.precise):
+                        factor = self._node("float", number, (), 0, inline=True)
+                        if (node := self._scaled_difference((args[0], factor))) is not None:
+                            return node
+                    form, cost = f"{{0}} * {number}", CHEAP
                     args = args[:1]
         return self._node(cpp_type, form, args, cost)
 
