@@ -18,7 +18,9 @@ IS_ON = "kLinearScores = true;"
 
 def source(dtype: Any = "bf16", head_dim: int = 64, **features: Any) -> str:
     asked = {"functions": LINEAR, **features}
-    return emit.source(select.select(Problem("forward", dtype, head_dim, head_dim, "sm_90a", asked)))
+    return emit.source(
+        select.select(Problem("forward", dtype, head_dim, head_dim, "sm_90a", asked))
+    )
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "window"])

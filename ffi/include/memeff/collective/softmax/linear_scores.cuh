@@ -28,7 +28,7 @@ struct LinearScores {
 
   CUTE_DEVICE static NoShift shift(int, int) { return {}; }
 
-  // Calls the modifiers of scores.
+  // Calls the modifiers of scores, unless the products have added the function.
   template <class Modify>
   CUTE_DEVICE static void modify(Modify const& modify) {
     modify();
@@ -72,16 +72,16 @@ struct LinearScores<Config, true> {
   float scale;           // softmax_scale
   float exponent_slope;  // slope * scale
   uint32_t parts;        // of the slope: this lane's two numbers of the left operand
-  int key_to_query;      // from the position of row 0 to that of column 0
+  int offset;            // the position of column 0 minus that of row 0
 
   template <class Params>
   CUTE_DEVICE LinearScores(Params const& params, WorkItem const& item) {
     OfTile const function(params, {item.batch, item.head, 0, 0});
     float const own = function.slope();
     float const prescale = params.scale.prescale;
-    key_to_query = function.difference_of_positions();
-    float const distance = fabsf(float(key_to_query)) + float(params.shape.query_length) +
-                           float(params.shape.key_length);
+    offset = function.difference_of_positions();
+    float const distance =
+        fabsf(float(offset)) + float(params.shape.query_length) + float(params.shape.key_length);
     is_linear = fabsf(own) <= kMostSlope && fabsf(own) * distance <= kMostShift &&
                 prescale >= kLeastScale && prescale <= kMostScale;
     slope = is_linear ? own * reciprocal_approx(prescale) : 0.0f;
@@ -94,7 +94,7 @@ struct LinearScores<Config, true> {
 
   // The shift of the tile of scores whose first row and column these are.
   CUTE_DEVICE ColumnShift shift(int row, int column) const {
-    return {slope, exponent_slope, float(column - row + key_to_query), !is_linear};
+    return {slope, exponent_slope, float(column - row + offset), !is_linear};
   }
 
   template <class Modify>
