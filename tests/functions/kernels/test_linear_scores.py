@@ -54,19 +54,19 @@ class Call:
         return "-".join(f"{name}={getattr(self, name)}" for name in changed) or "usual"
 
     @property
-    def N(self) -> int:
+    def heads(self) -> int:
         return len(self.slopes)
 
     def arrays(self) -> dict[str, Any]:
         rng = np.random.default_rng(17)
-        shapes = {"query": (self.T, self.N), "key": (self.S, self.K), "value": (self.S, self.K)}
+        shapes = {"query": (self.T, self.heads), "key": (self.S, self.K), "value": (self.S, self.K)}
         drawn = {
             name: rng.standard_normal((self.B, *shape, self.head_dim)).astype(self.dtype)
             for name, shape in shapes.items()
         }
         drawn["slopes"] = np.array(self.slopes, np.float32)
         if self.sinks:
-            drawn["sinks"] = rng.standard_normal(self.N).astype(np.float32)
+            drawn["sinks"] = rng.standard_normal(self.heads).astype(np.float32)
         return drawn
 
     def structured_mask(self) -> Mask | None:
@@ -85,14 +85,14 @@ class Call:
     def valid(self) -> np.ndarray:
         q = np.arange(self.T)[:, None] + self.offsets[0]
         k = np.arange(self.S) + self.offsets[1]
-        h = np.arange(self.N)[:, None, None]
+        h = np.arange(self.heads)[:, None, None]
         found = {
             "none": k == k,
             "causal": k <= q,
             "window": (k >= q - 150) & (k <= q + 70),
             "function": (q // 50 != k // 50) | (h == 1),
         }[self.mask]
-        found = np.broadcast_to(found, (self.B, self.N, self.T, self.S)).copy()
+        found = np.broadcast_to(found, (self.B, self.heads, self.T, self.S)).copy()
         for b, (rows, columns) in enumerate(self.lengths):
             found[b, :, rows:] = found[b, :, :, columns:] = False
         return found
@@ -119,14 +119,14 @@ class Call:
     def defined(self) -> tuple[np.ndarray, np.ndarray]:
         """Output and logsumexp by their definition, in float64."""
         arrays = {name: x.astype(np.float64) for name, x in self.arrays().items()}
-        key, value = (np.repeat(arrays[x], self.N // self.K, 2) for x in ("key", "value"))
+        key, value = (np.repeat(arrays[x], self.heads // self.K, 2) for x in ("key", "value"))
         scores = np.einsum("btnh,bsnh->bnts", arrays["query"], key) * self.scale
         difference = np.arange(self.S) + self.offsets[1] - self.offsets[0]
         difference = difference - np.arange(self.T)[:, None]
         with np.errstate(invalid="ignore"):
             scores += arrays["slopes"][:, None, None] * difference
             scores = np.where(self.valid(), scores, -np.inf)
-            sinks = arrays.get("sinks", np.full(self.N, -np.inf))[:, None, None]
+            sinks = arrays.get("sinks", np.full(self.heads, -np.inf))[:, None, None]
             # Rows beyond the length have no sink.
             rows = np.array([rows for rows, _ in self.lengths] or [self.T] * self.B)
             inside = np.arange(self.T)[:, None] < rows[:, None, None, None]
@@ -182,7 +182,7 @@ def assert_matches(call: Call, found: Any) -> None:
     out, lse = (np.nan_to_num(x.astype(np.float64), neginf=0) for x in found)
     want_out, want_lse = (np.nan_to_num(x, neginf=0) for x in call.defined())
     np.testing.assert_allclose(lse, want_lse, rtol=1e-6, atol=LSE_TOLERANCE)
-    for head in range(call.N):
+    for head in range(call.heads):
         error = np.linalg.norm(out[:, :, head] - want_out[:, :, head])
         assert error <= OUT_TOLERANCES[call.dtype] * np.linalg.norm(want_out[:, :, head])
 
