@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
-from example_programs import ALIBI, DOCUMENTS, TABLE
 
+from jax_memeff._functions.trace import traced_mask_function, traced_score_function
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.problem import Problem
 
+SLOPES = jnp.ones(4)
+ALIBI, _ = traced_score_function(lambda s, b, h, q, k: s + SLOPES[h] * (k - q))
+TABLE, _ = traced_score_function(lambda s, b, h, q, k: s + SLOPES[q - k])
+DOCUMENTS, _ = traced_mask_function(lambda b, h, q, k: q // 40 == k // 40)
 LINEAR = AskedFunctions(ALIBI, None)
 IS_ON = "kLinearScores = true;"
 
@@ -50,7 +55,7 @@ def test_other_masks_and_positions_leave_the_function_linear(dtype):
         {"functions": AskedFunctions(TABLE, None)},
         {"functions": AskedFunctions(None, DOCUMENTS)},
     ],
-    ids=str,
+    ids=["float32", "head dim 256", "bias", "table", "documents"],
 )
 def test_other_kernels_evaluate_functions_element_by_element(asked):
     assert "kLinearScores = false;" in source(**asked)
