@@ -202,6 +202,12 @@ class Kernel(abc.ABC):
         """Whether the kernel reads a block mask if masks are arrays."""
         return True
 
+    def adds_by_products(self, spec: KernelSpec) -> bool:
+        """Whether the products of scores also add the score function, which is linear in the
+        difference of key and query.
+        """
+        return False
+
     def strips_of_sums(self, arch: str) -> int:
         """How many gradients of captured arrays may be summed through shared memory."""
         return MOST_STRIPS

@@ -156,10 +156,8 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         own = spec[self]
         if own is None:
             return ""
-        # Hazard: approximations of differences depend on the position of a row in its tile.
-        precise = spec.dtype in ("f32", "tf32") or spec[PAGES].is_invariant
         structs = (
-            emit.source(program, f"{name.capitalize()}Program", precise=precise)
+            emit.source(program, f"{name.capitalize()}Program", precise=_is_precise(spec))
             for name, program in own.programs.items()
         )
         return "\n".join([emit.INCLUDES, *structs, _gradients(spec, own)])
@@ -189,11 +187,20 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         """A row of a block mask belongs to one head. Paged calls have no block mask."""
         return problem.asks(self) and not problem.asks(PAGES)
 
+    def is_linear(self, spec: KernelSpec) -> bool:
+        """Whether there is a score function that is linear in the difference of key and query."""
+        score = (spec[self] or AskedFunctions(None, None)).score
+        return score is not None and emit.is_linear(score, precise=_is_precise(spec))
+
     def needs_registers(self, spec: KernelSpec) -> bool:
-        """A paged kernel that decides whole tiles tests the elements of a few, behind a branch."""
-        own = spec[self]
+        """A paged kernel that decides whole tiles tests the elements of a few, behind a branch. So
+        does a kernel whose products add a score function, if its numbers are unusual.
+        """
+        own = spec[self] or AskedFunctions(None, None)
         is_decided = spec.kernel.decides_mask_tiles and spec[PAGES].size > 0
-        return own is not None and (own.score is not None or not is_decided)
+        is_added = own.score is not None and spec.kernel.adds_by_products(spec)
+        modifies_scores = own.score is not None and not is_added
+        return modifies_scores or (own.mask is not None and not is_decided)
 
     def needs_block_mask(self, compiled: AskedFunctions | None) -> bool:
         return compiled is not None and compiled.mask is not None
@@ -248,6 +255,11 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
                 metavar="MODULE:NAME",
                 help=f"a function of ({arguments}), which may read arrays of its module",
             )
+
+
+def _is_precise(spec: KernelSpec) -> bool:
+    """Hazard: approximations of differences depend on the position of a row in its tile."""
+    return spec.dtype in ("f32", "tf32") or spec[PAGES].is_invariant
 
 
 def _arrays(role: str, types: Iterable[CapturedType]) -> Iterator[CapturedArray]:

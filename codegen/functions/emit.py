@@ -7,12 +7,13 @@ that is traced again, for other lengths too, has the same source.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from jax_memeff.codegen.functions.constants import float32_bits
 from jax_memeff.codegen.functions.finite import is_finite
 from jax_memeff.codegen.functions.levels import Graph, Level, Node, kept
-from jax_memeff.codegen.functions.nodes import graph
+from jax_memeff.codegen.functions.nodes import graph, slope
 from jax_memeff.codegen.functions.program import Program
 from jax_memeff.codegen.functions.ranges import member
 from jax_memeff.codegen.functions.regions import diagonal_reads
@@ -52,6 +53,11 @@ def source(program: Program, name: str, *, precise: bool) -> str:
       head, query and key are the arguments of the user's function.
     - ``value(arrays, of_head, of_row, of_column, score, query, key)``: the score, or whether the
       element is valid.
+
+    A score function that ``is_linear`` also has:
+
+    - ``slope(arrays, of_head)``: the number by which the value is the score plus this number times
+      key - query.
 
     The struct of a mask function also has:
 
@@ -101,6 +107,8 @@ def source(program: Program, name: str, *, precise: bool) -> str:
         *(printer.level(level) for level in _STRUCTS),
         printer.function(f"{cpp_type} value", nodes.results[0]),
     ]
+    if (factor := slope(nodes)) is not None:
+        parts.append(printer.head_function("float slope", factor))
     if cpp_type == "bool":
         parts.append(member(program))
     if derivatives:
@@ -115,6 +123,14 @@ def source(program: Program, name: str, *, precise: bool) -> str:
         f"namespace memeff::function {{\n\nstruct {name} {{\n{body}}};\n\n"
         "}  // namespace memeff::function\n"
     )
+
+
+@functools.cache
+def is_linear(program: Program, *, precise: bool) -> bool:
+    """Whether the value of a score function is the score plus a number of the head times
+    key - query. Never, if it is ``precise``: kernels add these terms in another order.
+    """
+    return slope(graph(program, precise=precise)) is not None
 
 
 def literal_bits(program: Program) -> tuple[int, ...]:
@@ -164,6 +180,12 @@ class Printer:
         """A function of one element that returns a node."""
         returned = f"    return {self.name(result, Level.ELEMENT)};\n"
         return self._element_function(declaration, _ELEMENT_ARGUMENTS, [result], returned)
+
+    def head_function(self, declaration: str, result: int) -> str:
+        """A function of a head that returns a node of its level."""
+        arguments = "Arrays const& arrays, OfHead const& of_head"
+        returned = f"    return {self.name(result, Level.ELEMENT)};\n"
+        return self._element_function(declaration, arguments, [result], returned)
 
     def array_function(self, name: str, cpp_type: str, results: Sequence[int]) -> str:
         """A function of one element that stores nodes in an array."""

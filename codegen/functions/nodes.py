@@ -44,6 +44,9 @@ MOST_DIMS = launch.MOST_DIMS - 1
 _DIFFERENCE = "arrays.difference({0}, {1})"
 _NEGATIVE = "0.0f - {0}"
 _SCALED_DIFFERENCE = "arrays.scaled_difference({0}, {1}, {2})"
+_DIFFERENCES = (_DIFFERENCE, _NEGATIVE, _SCALED_DIFFERENCE)
+"""Forms that ``_scaled_difference`` multiplies by a number of the head."""
+_PLUS_SCALED_DIFFERENCE = "arrays.plus_scaled_difference({0}, {1}, {2}, {3})"
 
 _LOAD = 2 * FUNCTION
 
@@ -66,6 +69,16 @@ def graph(program: Program, *, precise: bool) -> Graph:
     Raises ``ValueError`` if the program has an operation, a type or a parameter without a form.
     """
     return _Builder(program, precise).graph()
+
+
+def slope(found: Graph) -> int | None:
+    """The node of the number by which a value is the score plus this number times key - query.
+    None if the value is not of this form; the number is one of the head.
+    """
+    value = found.nodes[found.results[0]]
+    if value.form != _PLUS_SCALED_DIFFERENCE or found.nodes[value.args[0]].form != "score":
+        return None
+    return value.args[1]
 
 
 class _Builder:
@@ -170,10 +183,14 @@ class _Builder:
         return self._node("float", "fabsf({0})" if size else _NEGATIVE, (difference,))
 
     def _scaled_difference(self, args: tuple[int, ...]) -> int | None:
-        """The node of a product of a difference, or its negative, and a number of the head."""
+        """The node of a product of a difference, or its negative, and numbers of the head."""
         for slope, node in (args, args[::-1]):
             if self.nodes[slope].level != Level.HEAD:
                 continue
+            if self.nodes[node].form == _SCALED_DIFFERENCE:
+                inner, *positions = self.nodes[node].args
+                slope = self._node("float", "{0} * {1}", (inner, slope))
+                return self._node("float", _SCALED_DIFFERENCE, (slope, *positions))
             if self.nodes[node].form == _NEGATIVE:
                 slope, node = self._node("float", "-{0}", (slope,)), self.nodes[node].args[0]
             if self.nodes[node].form == _DIFFERENCE:
@@ -188,8 +205,7 @@ class _Builder:
             slope, *positions = self.nodes[node].args
             if op == "sub":
                 slope = self._node("float", "-{0}", (slope,))
-            form = "arrays.plus_scaled_difference({0}, {1}, {2}, {3})"
-            return self._node("float", form, (other, slope, *positions))
+            return self._node("float", _PLUS_SCALED_DIFFERENCE, (other, slope, *positions))
         return None
 
     def _operation(
@@ -216,7 +232,13 @@ class _Builder:
             if divisor.op == "constant" and dtype == "float32":
                 inverse = reciprocal(divisor.param("value"))
                 if inverse is not None and (inverse[1] or not (exact or self.precise)):
-                    form, cost = f"{{0}} * {float_constant(inverse[0])}", CHEAP
+                    number = float_constant(inverse[0])
+                    scales = self.nodes[args[0]].form in _DIFFERENCES
+                    if scales and not (exact or self.precise):
+                        factor = self._node("float", number, (), 0, inline=True)
+                        if (node := self._scaled_difference((args[0], factor))) is not None:
+                            return node
+                    form, cost = f"{{0}} * {number}", CHEAP
                     args = args[:1]
         return self._node(cpp_type, form, args, cost)
 

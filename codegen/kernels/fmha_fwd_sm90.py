@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from jax_memeff.codegen import shared_memory
-from jax_memeff.codegen.features import FUNCTIONS
+from jax_memeff.codegen.features import BIAS, FUNCTIONS
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import key_box_rows
 from jax_memeff.codegen.functions.regions import block_sizes
@@ -60,6 +60,13 @@ class Tile(WgmmaTile):
     """In a 3xFP16 forward: whether a consumer computes scores only after the product with the
     values of the previous KV block has ended, so that both products use the same registers."""
 
+
+_MOST_ADDED_DIM = 128
+"""The largest padded head dim of kernels whose products add a linear score function. Above it the
+element-wise evaluation costs little, and shared memory is full."""
+
+_COLUMN_ROW_BYTES = 64
+"""A row of the constant operand of that product, for each key of a KV block."""
 
 _NO_BOOLEAN = modifiers("a boolean mask")
 
@@ -308,13 +315,18 @@ class FmhaFwdSm90(WgmmaKernel):
     def reads_block_mask(self, spec: KernelSpec) -> bool:
         return self.consumer_groups(spec) == 1
 
+    def adds_by_products(self, spec: KernelSpec) -> bool:
+        dim = max(spec.padded_head_dim, spec.padded_value_dim)
+        return FUNCTIONS.is_linear(spec) and spec[BIAS] is None and dim <= _MOST_ADDED_DIM
+
     def operand_bytes(self, spec: KernelSpec, rows: int, columns: int) -> int:
         """A buffer of rows of query, key or value."""
         return rows * tile_columns(columns) * spec.element_bytes
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """Rings of query, key and value tiles, the bias of each warp's rows, the outputs that
-        consumer groups merge, and barriers.
+        """Rings of query, key and value tiles, the columns that a linear score function
+        multiplies, the bias of each warp's rows, the outputs that consumer groups merge, and
+        barriers.
 
         Each buffer has two barriers; a buffer of queries has two for every 64 rows. Each slot of
         the ring of work tiles also has a work tile, and two more barriers, which say when the next
@@ -331,6 +343,8 @@ class FmhaFwdSm90(WgmmaKernel):
         control = buffers * shared_memory.PIPELINE_BYTES + _TILE_RING * _WORK_TILE_BYTES
         bias = spec.computing_threads // 32 * shared_memory.bias_bytes(spec, 16)
         operands = tile.query_stages * queries + tile.stages * (keys + values)
+        if self.adds_by_products(spec):
+            operands += tile.key * _COLUMN_ROW_BYTES
         return operands + bias + shared_memory.merge_bytes(spec, tile.consumer_groups, 2) + control
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
@@ -353,6 +367,7 @@ class FmhaFwdSm90(WgmmaKernel):
             "kQueryStages": tile.query_stages,
             "kConsumerGroups": tile.consumer_groups,
             "kOutputFirst": tile.output_first,
+            "kLinearScores": self.adds_by_products(spec),
         }
 
     def workspaces(

@@ -131,6 +131,7 @@ _PLUS = "arrays.plus_scaled_difference(score, "
         (lambda s, b, h, q, k: s + _RATE[h] * (k - q), [_PLUS, "key, query)"]),
         (lambda s, b, h, q, k: s - (k - q) * _RATE[h], [_PLUS + "v", "= -of_head."]),
         (lambda s, b, h, q, k: s - 0.5 * (q - k), [_PLUS]),
+        (lambda s, b, h, q, k: s + _RATE[h] * (k - q) / 3 * 0.1, [_PLUS]),
         (lambda s, b, h, q, k: _RATE[h] * (k - q) - s, ["arrays.scaled_difference(", "- score"]),
         (lambda s, b, h, q, k: s + _RATE[q] * (k - q), ["arrays.difference("]),  # of a row
     ],
@@ -141,6 +142,27 @@ def test_kernels_can_add_a_multiple_of_the_difference(function, expected):
     assert all(part in text for part in expected), text
     assert "scaled_difference" in text or expected[0] == "arrays.difference("
     assert "scaled_difference" not in emit.source(program, "F", precise=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda s, b, h, q, k: s + _RATE[h] * (k - q), True),
+        (lambda s, b, h, q, k: s - (q - k) / 32 * _RATE[b], True),
+        (lambda s, b, h, q, k: s + 0.5 * (k - q), True),
+        (lambda s, b, h, q, k: 2 * s + _RATE[h] * (k - q), False),
+        (lambda s, b, h, q, k: s + _RATE[h] * (k - q) + 1, False),
+        (lambda s, b, h, q, k: s - _RATE[h] * abs(k - q), False),
+        (lambda s, b, h, q, k: s + _RATE[k] * (k - q), False),
+        (lambda s, b, h, q, k: s + s * (k - q), False),
+    ],
+)
+def test_a_linear_function_has_a_slope(function, expected):
+    program, _ = traced_score_function(function)
+    source = emit.source(program, "F", precise=False)
+    assert ("static float slope(Arrays const& arrays, OfHead const& of_head)" in source) == expected
+    assert emit.is_linear(program, precise=False) == expected
+    assert not emit.is_linear(program, precise=True)
 
 
 def test_what_an_operation_with_jumps_depends_on_is_exact():

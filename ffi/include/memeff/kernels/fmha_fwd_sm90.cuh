@@ -28,6 +28,8 @@
 
 #include <memeff/collective/consumer_groups.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
+#include <memeff/collective/softmax/column_product.cuh>
+#include <memeff/collective/softmax/linear_scores.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -99,6 +101,8 @@ struct FmhaForwardSm90 {
                             WarpBiasPointer<Config, ScoreGrid>, Mask>;
   using Scaling = cute::conditional_t<Config::kSoftCap && !kIs32Bit<Element>,
                                       PolynomialCap<Config, kCapped>, ScoreScaling<Config>>;
+  using Linear = LinearScores<Config>;
+  using Columns = ColumnProduct<Config>;
   using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>, Scaling>;
 
   using Blocks = KvBlocks<Config, Mask>;
@@ -127,7 +131,8 @@ struct FmhaForwardSm90 {
   };
   static constexpr int kKeyOffset = kQueryStages * Operands::kQueryBufferBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * Keys::kBufferBytes;
-  static constexpr int kBiasOffset = kValueOffset + kStages * Values::kBufferBytes;
+  static constexpr int kColumnsOffset = kValueOffset + kStages * Values::kBufferBytes;
+  static constexpr int kBiasOffset = kColumnsOffset + Columns::kBytes;
   static constexpr int kMergeOffset = kBiasOffset + Bias::kBytes;
   static constexpr int kControlOffset = kMergeOffset + Merge::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
@@ -173,6 +178,7 @@ struct FmhaForwardSm90 {
       control.next_tile.init(1);
       fence_barrier_init();
     }
+    Columns::write(tiles + kColumnsOffset, kThreads);
     __syncthreads();
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();

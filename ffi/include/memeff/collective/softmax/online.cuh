@@ -5,6 +5,7 @@
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/collective/softmax/reference.cuh>
+#include <memeff/collective/softmax/shift.cuh>
 
 namespace memeff {
 
@@ -98,10 +99,11 @@ struct OnlineSoftmax {
 
   // Turns scores into probabilities and returns the factors for rescale(). Calls
   // `before_exponentials` between the maxima and the exponentials: a main loop may wait for a
-  // product there.
-  template <class Scores, class BeforeExponentials = Nothing>
+  // product there. All scores lack `shift`; softmax references include it.
+  template <class Scores, class BeforeExponentials = Nothing, class Shift = NoShift>
   CUTE_DEVICE Correction exponentiate(Scores& scores, float softmax_scale,
-                                      BeforeExponentials const& before_exponentials = {}) {
+                                      BeforeExponentials const& before_exponentials = {},
+                                      Shift const& shift = {}) {
     Correction correction;
     if (kCapped && softmax_scale <= kCappedScale) {
       CUTE_UNROLL
@@ -115,14 +117,22 @@ struct OnlineSoftmax {
     }
     float const scale = remaining(softmax_scale);
     float greatest[kRows];
-    lane_maxima(scores, greatest);
-    Reference references[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) references[r] = follow(r, greatest[r], scale, correction);
-    if constexpr (kLargeScores) subtract_large(scores, references);
+    lane_maxima(scores, greatest, shift.score());
+    float products[kRows];
+    if constexpr (Shift::kIsOn && kLargeScores) {
+      follow_shifted(scores, greatest, scale, shift, products, correction);
+    } else {
+      Reference references[kRows];
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        references[r] = follow<Reference>(r, greatest[r], scale, shift, correction);
+        products[r] = references[r].product;
+      }
+      if constexpr (kLargeScores) subtract_large(scores, references);
+    }
     before_exponentials();
     add_exponentials(scores, correction,
-                     [&](int r, float x) { return fmaf(x, scale, -references[r].product); });
+                     [&](int r, float x) { return fmaf(x, scale, shift.exponent(products[r])); });
     return correction;
   }
 
@@ -151,7 +161,7 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const maximum = fmaxf(softmax_reference[r], other.softmax_reference[r]);
-      auto const reference = reference_of(maximum, scale);
+      auto const reference = reference_of<Reference>(maximum, scale);
       weights.own[r] = exp2_approx(exponent_of(reference, softmax_reference[r], scale));
       weights.other[r] = exp2_approx(exponent_of(reference, other.softmax_reference[r], scale));
       softmax_reference[r] = maximum;
@@ -219,20 +229,24 @@ struct OnlineSoftmax {
   }
 
   // The reference for softmax_reference = `score`.
+  template <class Reference>
   CUTE_DEVICE static Reference reference_of(float score, float softmax_scale) {
     if constexpr (kRoundedReference) return Reference::of(rounded(score, softmax_scale), 1.0f);
     return Reference::of(score, softmax_scale);
   }
 
   // The exponent that converts probabilities of softmax_reference = `score` to another reference.
+  template <class Reference>
   CUTE_DEVICE static float exponent_of(Reference reference, float score, float softmax_scale) {
     if constexpr (kRoundedReference) return reference.correction(rounded(score, softmax_scale), 1);
     return reference.correction(score, softmax_scale);
   }
 
   // Updates the reference of a row for new scores; `greatest` is this lane's maximum of them.
-  CUTE_DEVICE Reference follow(int r, float greatest, float softmax_scale, Correction& correction) {
-    float const maximum = quad_max(greatest);
+  template <class Reference, class Shift>
+  CUTE_DEVICE Reference follow(int r, float greatest, float softmax_scale, Shift const& shift,
+                               Correction& correction) {
+    float const maximum = shift.add(quad_max(greatest));
     float const before = softmax_reference[r];
     bool rises;
     if constexpr (kExactMaximum) {
@@ -244,9 +258,35 @@ struct OnlineSoftmax {
       rises = (maximum - before) * softmax_scale > kSlack;
       softmax_reference[r] = rises ? maximum : before;
     }
-    auto const reference = reference_of(softmax_reference[r], softmax_scale);
+    auto const reference = reference_of<Reference>(softmax_reference[r], softmax_scale);
     correction.rows[r] = rises ? exp2_approx(exponent_of(reference, before, softmax_scale)) : 1.0f;
     return reference;
+  }
+
+  // follow() for all rows of scores that are large only if they are complete. Other scores take no
+  // instruction for large references.
+  template <class Scores, class Shift>
+  CUTE_DEVICE void follow_shifted(Scores& scores, float const (&greatest)[kRows],
+                                  float softmax_scale, Shift const& shift, float (&products)[kRows],
+                                  Correction& correction) {
+    float before[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      before[r] = softmax_reference[r];
+      products[r] =
+          follow<ScoreReference<false>>(r, greatest[r], softmax_scale, shift, correction).product;
+    }
+    if (!shift.is_complete) return;
+    Reference references[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      references[r] = reference_of<Reference>(softmax_reference[r], softmax_scale);
+      products[r] = references[r].product;
+      if (before[r] != softmax_reference[r]) {
+        correction.rows[r] = exp2_approx(exponent_of(references[r], before[r], softmax_scale));
+      }
+    }
+    subtract_large(scores, references);
   }
 
   // Subtracts the scores of large references from their rows. Few rows of most calls have one.
@@ -266,10 +306,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // This lane's maximum of each row. If the maximum is below the reference, the result may be
-  // another score below the reference.
+  // This lane's maximum of each row, for scores that lack `shift`. If the maximum is below the
+  // reference, the result may be another score below the reference.
   template <class Scores>
-  CUTE_DEVICE void lane_maxima(Scores const& scores, float (&greatest)[kRows]) const {
+  CUTE_DEVICE void lane_maxima(Scores const& scores, float (&greatest)[kRows], float shift) const {
     if constexpr (kIntegerMaximum) {
       bool ordered = true;
       CUTE_UNROLL
@@ -281,7 +321,7 @@ struct OnlineSoftmax {
                                  __float_as_int(scores(2 * (r % 2) + 1, r / 2, n)));
         }
         greatest[r] = __int_as_float(maximum);
-        ordered &= maximum > 0 || softmax_reference[r] >= 0.0f;
+        ordered &= maximum > 0 || softmax_reference[r] >= shift;
       }
       if (!warp_any(!ordered)) return;
     }

@@ -61,6 +61,12 @@ class FunctionOfTile {
     at(arrays_, row, column, score, use);
   }
 
+  // The factor of key - query, if the function is linear in it (Function::slope).
+  CUTE_DEVICE float slope() const { return Function::slope(arrays_, of_head_); }
+
+  // The position of the tile's first column minus that of its first row.
+  CUTE_DEVICE int difference_of_positions() const { return column_ - row_; }
+
   // The arrays of this lane's first element.
   template <class Grid, bool kTransposed>
   CUTE_DEVICE ElementArrays<Config> first_element(int thread) const {

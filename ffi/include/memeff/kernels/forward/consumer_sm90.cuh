@@ -15,6 +15,7 @@ struct ForwardConsumerSm90 {
   using Blocks = typename Kernel::Blocks;
   using ConsumerGroup = typename Kernel::ConsumerGroup;
   using Control = typename Kernel::Control;
+  using Linear = typename Kernel::Linear;
   using Mask = typename Kernel::Mask;
   using Merge = typename Kernel::Merge;
   using Operands = typename Kernel::Operands;
@@ -132,15 +133,15 @@ struct ForwardConsumerSm90 {
   // merging those of all consumer groups.
   template <class Output>
   CUTE_DEVICE static void finish_work_tile(ForwardParams const& params, Control& control,
-                                           uint32_t tiles, Position& at, Softmax softmax,
-                                           Output& output) {
+                                           uint32_t tiles, Position& at, Linear const& linear,
+                                           Softmax softmax, Output& output) {
     auto const [item, query_length] = control.work_tiles[at.slot.index];
-    Merge::run(tiles + Kernel::kMergeOffset, softmax, output, params.scale.softmax_scale);
+    Merge::run(tiles + Kernel::kMergeOffset, softmax, output, linear.softmax_scale(params.scale));
     if constexpr (kConsumerGroups > 1)
       ConsumerGroup::sync_all();  // every group has read the staged outputs
     if (kConsumerGroups == 1 || ConsumerGroup::index() == 0) {
       int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
-      OutputWriter::write(params, item, query_length, softmax, output);
+      OutputWriter::write(params, item, query_length, linear, softmax, output);
       OutputWriter::write_empty(params, item, query_length, max(row, query_length),
                                 row + kWarpgroupRows);
     }

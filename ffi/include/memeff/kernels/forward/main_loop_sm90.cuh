@@ -20,6 +20,7 @@ struct ForwardMainLoopSm90 {
   using Consumer = ForwardConsumerSm90<Config, Kernel>;
   using Control = typename Kernel::Control;
   using KeptBlocks = typename Kernel::KeptBlocks;
+  using Linear = typename Kernel::Linear;
   using Mask = typename Kernel::Mask;
   using Modifiers = typename Kernel::Modifiers;
   using Operands = typename Kernel::Operands;
@@ -72,6 +73,7 @@ struct ForwardMainLoopSm90 {
     Mask mask(params.mask, params.shape, item.batch);
     Blocks range(params, mask, item, at.group);
     int tile = range.first(mask, item, warpgroup);
+    Linear linear(params, item);
     Softmax softmax;
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
@@ -90,7 +92,7 @@ struct ForwardMainLoopSm90 {
       }
     };
     auto probabilities = first_probabilities(params, control, tiles, at, mask, item, range, tile,
-                                             queries, scores, softmax, release_operands);
+                                             queries, scores, linear, softmax, release_operands);
     auto begin_output = [&] {
       control.value.wait(at.value);
       begin_products();
@@ -114,10 +116,11 @@ struct ForwardMainLoopSm90 {
     while (true) {
       bool const last = tile == range.begin;  // P is that of the work tile's last KV block
       Softmax const done = softmax;
+      Linear const done_linear = linear;
       if (last) {
         item = Consumer::next_work_tile(control, at);
         if (item.batch < 0) break;
-        change_work_tile(params, at, item, mask, range, tile, softmax);
+        change_work_tile(params, at, item, mask, range, tile, linear, softmax);
         begin_tile(params, control, tiles, at, mask, item, range, range.next(tile), tile, queries);
         control.key.wait(at.key);
       }
@@ -126,23 +129,26 @@ struct ForwardMainLoopSm90 {
       if constexpr (Operands::kSequential) begin_output();
       if constexpr (Operands::kSequential) end_output();
       Turns::take(at.warpgroup);
-      begin_scores(tiles, at, queries, scores);
+      begin_scores(tiles, at, queries, linear, scores);
       if constexpr (!Operands::kSequential) begin_output();
       Turns::pass(at.warpgroup);
       auto const kept = kept_blocks(params, control, at, item, tile);
       wait_products<Operands::kSequential ? 0 : 1>();
       unscale(tiles, at, scores);
       release_operands(tile == range.begin);
-      modify(params, mask, item, tile, range, tiles, at, scores);
-      auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale, [&] {
-        if constexpr (kOutputFirst) wait_products_before(tile > range.begin);
-      });
+      modify(params, mask, item, tile, range, tiles, at, linear, scores);
+      auto const correction = softmax.exponentiate(
+          scores, linear.softmax_scale(params.scale),
+          [&] {
+            if constexpr (kOutputFirst) wait_products_before(tile > range.begin);
+          },
+          linear.shift(item.tile * kTileQuery, tile * kTileKey));
       fence_accumulators(scores);
       if constexpr (!kOutputFirst) wait_products_before(tile > range.begin);
       if constexpr (!Operands::kScalesRows)
         probabilities = probabilities_of(params, control, tiles, at, item, tile, kept, scores);
       if (last) {
-        Consumer::finish_work_tile(params, control, tiles, at, done, output);
+        Consumer::finish_work_tile(params, control, tiles, at, done_linear, done, output);
         begin_values(params, control, tiles, at, mask, range, tile);
       } else {
         Softmax::rescale(output, correction);
@@ -155,7 +161,7 @@ struct ForwardMainLoopSm90 {
     fence_accumulators(sums);
     begin_output();
     end_output();
-    Consumer::finish_work_tile(params, control, tiles, at, softmax, output);
+    Consumer::finish_work_tile(params, control, tiles, at, linear, softmax, output);
   }
 
   // Takes the queries of a work tile, starts the copy of the bias of KV block `first`, and skips
@@ -168,15 +174,16 @@ struct ForwardMainLoopSm90 {
     Consumer::skip_keys(control, at, range.passed(end));
   }
 
-  // Switches mask, range, tile and softmax to the work tile `item`; `tile` is then one above its
-  // first KV block.
+  // Switches mask, range, tile, linear and softmax to the work tile `item`; `tile` is then one
+  // above its first KV block.
   CUTE_DEVICE static void change_work_tile(ForwardParams const& params, Position& at,
                                            WorkItem const& item, Mask& mask, Blocks& range,
-                                           int& tile, Softmax& softmax) {
+                                           int& tile, Linear& linear, Softmax& softmax) {
     if (!Mask::is_shared(params.mask)) mask = Mask(params.mask, params.shape, item.batch);
     range = Blocks(params, mask, item, at.group);
     tile = range.first(mask, item, at.row_warpgroup) + kConsumerGroups;
     at.query.advance();
+    linear = Linear(params, item);
     softmax = Softmax();
   }
 
@@ -185,20 +192,22 @@ struct ForwardMainLoopSm90 {
   CUTE_DEVICE static auto first_probabilities(ForwardParams const& params, Control& control,
                                               uint32_t tiles, Position& at, Mask const& mask,
                                               WorkItem const& item, Blocks const& range, int tile,
-                                              Queries& queries, Scores& scores, Softmax& softmax,
+                                              Queries& queries, Scores& scores,
+                                              Linear const& linear, Softmax& softmax,
                                               ReleaseOperands const& release_operands) {
     begin_tile(params, control, tiles, at, mask, item, range, tile, tile + 1, queries);
     Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
     control.key.wait(at.key);
     Turns::take(at.warpgroup);
-    begin_scores(tiles, at, queries, scores);
+    begin_scores(tiles, at, queries, linear, scores);
     Turns::pass(at.warpgroup);
     auto const kept = kept_blocks(params, control, at, item, tile);
     wait_products<0>();
     unscale(tiles, at, scores);
     release_operands(tile == range.begin);
-    modify(params, mask, item, tile, range, tiles, at, scores);
-    softmax.exponentiate(scores, params.scale.softmax_scale);
+    modify(params, mask, item, tile, range, tiles, at, linear, scores);
+    softmax.exponentiate(scores, linear.softmax_scale(params.scale), typename Softmax::Nothing{},
+                         linear.shift(item.tile * kTileQuery, tile * kTileKey));
     if (tile > range.begin) control.key.wait(at.key);
     auto probabilities = probabilities_of(params, control, tiles, at, item, tile, kept, scores);
     Consumer::clear_values(control, mask, params.shape, tile, at.value, tiles, at.warpgroup);
@@ -222,12 +231,13 @@ struct ForwardMainLoopSm90 {
 
   template <class Scores>
   CUTE_DEVICE static void begin_scores(uint32_t tiles, Position const& at, Queries const& queries,
-                                       Scores& scores) {
+                                       Linear const& linear, Scores& scores) {
     fence_accumulators(scores);
     begin_products();
     Operands::multiply_keys(scores,
                             queries.operand(Kernel::queries(tiles, at.query), at.row_warpgroup),
                             Kernel::keys(tiles, at.key));
+    Kernel::Columns::add(scores, linear, tiles + Kernel::kColumnsOffset);
     commit_products();
   }
 
@@ -252,13 +262,14 @@ struct ForwardMainLoopSm90 {
   template <class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
                                  WorkItem const& item, int tile, Blocks const& range,
-                                 uint32_t tiles, Position& position, Scores& scores) {
+                                 uint32_t tiles, Position& position, Linear const& linear,
+                                 Scores& scores) {
     Consumer::advance(position.key);
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
     Modifiers const modifiers = modifiers_of(params, mask, item, tiles);
     ScoreTilePosition const at = {item.batch, item.head, row, column};
-    modifiers.forward(scores, at, column);
+    linear.modify([&] { modifiers.forward(scores, at, column); });
     modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
     int const warpgroup = position.row_warpgroup;
     bool const partial = range.is_partial(tile, warpgroup) &&

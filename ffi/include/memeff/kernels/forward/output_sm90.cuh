@@ -3,6 +3,7 @@
 
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
+#include <memeff/collective/softmax/linear_scores.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/sequences.cuh>
@@ -24,12 +25,14 @@ struct ForwardOutputSm90 {
   // `query_length`. If consumers divide the columns, those of this one begin at `first_column`.
   template <class Output>
   CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
-                                Softmax& softmax, Output& output, int first_column = 0) {
+                                LinearScores<Config> const& linear, Softmax& softmax,
+                                Output& output, int first_column = 0) {
     ProblemShape const& shape = params.shape;
     int const row = item.tile * Config::kTileQuery;
     RowsOfTile<> const rows(shape, item.batch, item.head, row, query_length);
-    softmax.finish(output, params.scale.softmax_scale, probability_scale<Config>(params),
-                   LaneRowModifiers<Config, Grid>(params, rows));
+    softmax.finish(
+        output, linear.softmax_scale(params.scale), probability_scale<Config>(params),
+        linear.template rows<Grid>(LaneRowModifiers<Config, Grid>(params, rows), params.scale));
     Origin const origin = query_origin<Config>(shape, item.batch);
     int const query = row + Grid::element_row(0, 0);
     char* out = row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head) +

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memeff/arch/cluster.cuh>
+#include <memeff/collective/softmax/linear_scores.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -267,7 +268,8 @@ struct LargeDimConsumerSm90 {
   template <class Output>
   CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
                                 int warpgroup, Softmax& softmax, Output& output) {
-    Kernel::Output::write(params, item, query_length, softmax, output,
+    LinearScores<Config> const linear(params, item);
+    Kernel::Output::write(params, item, query_length, linear, softmax, output,
                           warpgroup * Kernel::kColumns);
     if (warpgroup == 0) {
       int const row = item.tile * kTileQuery;

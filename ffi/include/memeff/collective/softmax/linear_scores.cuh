@@ -1,0 +1,124 @@
+// Score functions `score + slope * (key - query)` whose slope is a number of the head (ALiBi).
+//
+// Evaluated element by element, such a function costs two instructions for each score. So the
+// tensor cores add it, in three parts:
+//
+//   slope * column in the KV block                an additional product (column_product.cuh)
+//   slope * (first column - first row of a tile)  ColumnShift, once for each row and KV block
+//   slope * (first row of a tile - row)           LinearRows, once for each row
+//
+// Scores stay in the units of products, so the scale of a call is a factor of softmax_scale.
+#pragma once
+
+#include <memeff/collective/softmax/shift.cuh>
+#include <memeff/core/function/of_tile.cuh>
+#include <memeff/core/math.cuh>
+#include <memeff/core/work_item.cuh>
+#include <memeff/score/row_end.cuh>
+
+namespace memeff {
+
+// The slope of a work tile's head. Without Config::kLinearScores it does nothing.
+template <class Config, bool kOn = Config::kLinearScores>
+struct LinearScores {
+  template <class Params>
+  CUTE_DEVICE LinearScores(Params const&, WorkItem const&) {}
+
+  CUTE_DEVICE static float softmax_scale(ScoreScale const& scale) { return scale.softmax_scale; }
+
+  CUTE_DEVICE static NoShift shift(int, int) { return {}; }
+
+  // Calls the modifiers of scores, unless the products have added the function.
+  template <class Modify>
+  CUTE_DEVICE static void modify(Modify const& modify) {
+    modify();
+  }
+
+  template <class Grid, class Modifiers>
+  CUTE_DEVICE static Modifiers const& rows(Modifiers const& modifiers, ScoreScale const&) {
+    return modifiers;
+  }
+};
+
+// Row modifiers after the part of a function that is the same for a whole row.
+template <class Grid, class Modifiers>
+struct LinearRows {
+  Modifiers const& modifiers;
+  float slope;  // in units of modified scores
+
+  CUTE_DEVICE RowEnd finish(int r, RowEnd end) const {
+    float const shift = -slope * float(Grid::element_row(2 * (r % 2), r / 2));
+    return modifiers.finish(r, {end.factor, end.logsumexp + shift, end.maximum + shift});
+  }
+};
+
+template <class Config>
+struct LinearScores<Config, true> {
+  using Element = typename Config::Element;
+  using OfTile = FunctionOfTile<Config, typename Config::ScoreFunction, Config::kScoreCaptured,
+                                Config::kScoreLiterals>;
+  static_assert(!Config::kBias && !Config::kSoftCap && sizeof(Element) == 2);
+
+  // The slopes, scales and distances of usual calls. Then the slope of a product is finite in
+  // float16, scores without the shift have an error below 2e-4, and the rounded reference of a row
+  // is close to its maximum. Otherwise, and if the slope is NaN, scores are evaluated one by one.
+  static constexpr float kMostSlope = 8.0f;
+  static constexpr float kLeastScale = 0x1p-12f;
+  static constexpr float kMostScale = 16.0f;
+  static constexpr float kMostShift = 0x1p24f;
+
+  bool is_linear;        // else scores are evaluated one by one, and the slopes are 0
+  float slope;           // of a product, for one column
+  float scale;           // softmax_scale
+  float exponent_slope;  // slope * scale
+  uint32_t parts;        // of the slope: this lane's two numbers of the left operand
+  int offset;            // the position of column 0 minus that of row 0
+
+  template <class Params>
+  CUTE_DEVICE LinearScores(Params const& params, WorkItem const& item) {
+    OfTile const function(params, {item.batch, item.head, 0, 0});
+    float const own = function.slope();
+    float const prescale = params.scale.prescale;
+    offset = function.difference_of_positions();
+    float const distance =
+        fabsf(float(offset)) + float(params.shape.query_length) + float(params.shape.key_length);
+    is_linear = fabsf(own) <= kMostSlope && fabsf(own) * distance <= kMostShift &&
+                prescale >= kLeastScale && prescale <= kMostScale;
+    slope = is_linear ? own * reciprocal_approx(prescale) : 0.0f;
+    scale = params.scale.softmax_scale * (is_linear ? prescale : 1.0f);
+    exponent_slope = slope * scale;
+    parts = lane_parts(slope);
+  }
+
+  CUTE_DEVICE float softmax_scale(ScoreScale const&) const { return scale; }
+
+  // The shift of the tile of scores whose first row and column these are.
+  CUTE_DEVICE ColumnShift shift(int row, int column) const {
+    return {slope, exponent_slope, float(column - row + offset), !is_linear};
+  }
+
+  template <class Modify>
+  CUTE_DEVICE void modify(Modify const& modify) const {
+    if (!is_linear) modify();
+  }
+
+  template <class Grid, class Modifiers>
+  CUTE_DEVICE LinearRows<Grid, Modifiers> rows(Modifiers const& modifiers,
+                                               ScoreScale const& scale) const {
+    return {modifiers, slope * scale.prescale};
+  }
+
+ private:
+  // A row of the left operand is [high, middle, low, 0, 0, ...]. Three parts of 8 or 11 bits have
+  // all bits of a float.
+  CUTE_DEVICE static uint32_t lane_parts(float x) {
+    float const high = rounded(x);
+    float const middle = rounded(x - high);
+    float const low = x - high - middle;
+    unsigned const lane = threadIdx.x % 4;
+    return lane == 0 ? pack<Element>(high, middle) : lane == 1 ? pack<Element>(low, 0.0f) : 0u;
+  }
+  CUTE_DEVICE static float rounded(float x) { return unpack<Element>(pack<Element>(x, 0.0f), 0); }
+};
+
+}  // namespace memeff
