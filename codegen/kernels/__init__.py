@@ -12,6 +12,7 @@ from jax_memeff.codegen.kernels.fmha_fwd_latent_sm90 import FmhaFwdLatentSm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm80 import FmhaFwdSm80
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90
 from jax_memeff.codegen.kernels.fmha_fwd_split_sm80 import FmhaFwdSplitSm80
+from jax_memeff.codegen.kernels.fmha_tangent_sm90 import FmhaTangentSm90
 from jax_memeff.codegen.spec import Kernel
 
 KERNELS: tuple[Kernel, ...] = (
@@ -21,6 +22,7 @@ KERNELS: tuple[Kernel, ...] = (
     FmhaFwdLatentSm90(),
     FmhaBwdSm90(),
     FmhaBwdTwoKernelSm90(),
+    FmhaTangentSm90(),
     # Among kernels of mma.sync, split keys come first: they are refused unless a call has few query
     # rows.
     FmhaFwdSplitSm80(),

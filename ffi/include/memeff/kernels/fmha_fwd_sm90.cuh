@@ -30,7 +30,6 @@
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
-#include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/forward/consumer_turns.cuh>
@@ -39,6 +38,7 @@
 #include <memeff/kernels/forward/operands_sm90.cuh>
 #include <memeff/kernels/forward/output_sm90.cuh>
 #include <memeff/kernels/forward/producer_sm90.cuh>
+#include <memeff/kernels/forward/rings_sm90.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
@@ -109,21 +109,9 @@ struct FmhaForwardSm90 {
       ConsumerTurns<Config::kOutputFirst && kWarpgroups == 3, kWarpgroups, 2 + kWarpgroups>;
   using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
-  static constexpr int kWorkTileStages = 4;
-  // A work tile as the producer hands it out.
-  struct WorkTile {
-    WorkItem item;  // batch is -1 after the last
-    int query_length;
-  };
-  // The barriers and work tiles in static shared memory.
-  struct Control {
-    Pipeline<kQueryStages> query[kRowWarpgroups];  // each consumer's own rows
-    Pipeline<kStages> key;
-    Pipeline<kStages> value;
-    Pipeline<kWorkTileStages> work_tile;
-    Pipeline<kWorkTileStages> next_tile;  // full once the work tile after this one may be taken
-    WorkTile work_tiles[kWorkTileStages];
-  };
+  using WorkTile = QueryWorkTile;
+  using Control = QueryTileRings<kQueryStages, kStages, kRowWarpgroups>;
+  static constexpr int kWorkTileStages = Control::kWorkTileStages;
   static constexpr int kKeyOffset = kQueryStages * Operands::kQueryBufferBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * Keys::kBufferBytes;
   static constexpr int kBiasOffset = kValueOffset + kStages * Values::kBufferBytes;
@@ -146,49 +134,21 @@ struct FmhaForwardSm90 {
     return tiles + kValueOffset + stage.index * Values::kBufferBytes;
   }
 
-  // Waits for the next work tile. It stays in its slot until every reader, a warp or a producer
-  // thread, has released it.
-  CUTE_DEVICE static WorkTile take_work_tile(Control& control,
-                                             PipelineStage<kWorkTileStages> const& slot) {
-    control.work_tile.wait(slot);
-    return control.work_tiles[slot.index];
-  }
-
   // `maps` is empty for operands that need no tensor maps.
   template <class... Maps>
   CUTE_DEVICE static void run(ForwardParams const& params, Maps const&... maps) {
-    using Producer = ForwardProducerSm90<Config, FmhaForwardSm90>;
     Operands const operands{params, maps...};
     char* const shared = dynamic_shared();
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
     uint32_t const tiles = shared_address(shared);
     if (threadIdx.x == kConsumers) {
       operands.prefetch();
-      CUTE_UNROLL
-      for (auto& query : control.query) query.init(kConsumerWarps / kRowWarpgroups);
-      control.key.init(kConsumerWarps / kConsumerGroups);
-      control.value.init(kConsumerWarps / kConsumerGroups);
-      control.work_tile.init(kConsumerWarps + 3);
-      control.next_tile.init(1);
-      fence_barrier_init();
+      control.init(kConsumerWarps, kConsumerGroups);
     }
     __syncthreads();
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
-      switch (threadIdx.x - kConsumers) {
-        case 0:
-          Producer::produce_work_tiles(params, control);
-          break;
-        case kWarpSize:
-          Producer::produce_queries(operands, control, tiles);
-          break;
-        case 2 * kWarpSize:
-          Producer::produce_keys(params, operands, control, tiles + kKeyOffset);
-          break;
-        case 3 * kWarpSize:
-          Producer::produce_values(params, operands, control, tiles + kValueOffset);
-          break;
-      }
+      ForwardProducerSm90<Config, FmhaForwardSm90>::run(params, operands, control, tiles);
     } else {
       raise_registers<kConsumerRegisters>();
       ForwardMainLoopSm90<Config, FmhaForwardSm90>::run(params, control, tiles);
