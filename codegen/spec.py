@@ -110,7 +110,8 @@ class Kernel(abc.ABC):
     own_problems: ClassVar[tuple[tuple[tuple[int, int], Mapping[str, Any]], ...]] = ()
     """Head dims and features of problems in the closure that no other kernel serves."""
     owns_outputs: ClassVar[bool] = False
-    """Whether each gradient of a backward is written by the CTAs that own it, without sums."""
+    """Whether each result besides those of a forward is written by the CTAs that own it, without
+    sums."""
     splits_keys: ClassVar[bool] = False
     """Whether a forward splits the keys over CTAs."""
     decides_mask_tiles: ClassVar[bool] = False

@@ -83,6 +83,7 @@ class FmhaTangentSm90(PersistentSm90):
     stem = "fmha_tangent_sm90"
     direction = "tangent"
     class_name = "FmhaTangentSm90"
+    owns_outputs = True
 
     def padded_rows(self) -> Iterator[Row]:
         for head, value in itertools.product(TILES, repeat=2):

@@ -67,7 +67,10 @@ struct TangentMainLoopSm90 {
     auto tangents = ScoreGrid::make_accumulators();   // dS, then dP
     LeftOperand probabilities;
     LeftOperand probability_tangents;
-    bool begins = true;  // nothing has been added to the sums
+    // Hazard: before the first product. Otherwise ptxas waits for it before it assigns registers.
+    cute::clear(sums);
+    fence_accumulators(sums);
+    bool begins = true;  // the first KV block
     begin_scores(control, tiles, at, queries, scores);
     begin_score_tangents(tiles, at, queries, tangents);
     CUTE_NO_UNROLL
@@ -92,7 +95,7 @@ struct TangentMainLoopSm90 {
       fence_accumulators(sums);
       begin_products();
       Operands::multiply_values(sums, probabilities, probability_tangents,
-                                Kernel::values(tiles, at.value), begins);
+                                Kernel::values(tiles, at.value));
       commit_products();
       begins = false;
       if (tile == range.begin) break;

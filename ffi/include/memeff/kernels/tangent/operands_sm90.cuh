@@ -151,19 +151,17 @@ struct TangentOperands {
     }
   }
 
-  // Starts the products of a KV block that are added to the output, P dV + dP V. `begins`: nothing
-  // has been added yet.
+  // Starts the products of a KV block that are added to the output, P dV + dP V.
   template <class Output, class Left>
   CUTE_DEVICE static void multiply_values(Output& output, Left const& probabilities,
-                                          Left const& tangents, uint32_t values, bool begins) {
+                                          Left const& tangents, uint32_t values) {
     using Right = DescriptorOperand<ValueTile, Contiguous::outer>;
     if constexpr (Config::kValueTangent) {
       warpgroup_gemm<Element, kKeySteps>(output, probabilities,
-                                         Right(values + Values::kTangentOffset), !begins);
+                                         Right(values + Values::kTangentOffset));
     }
     if constexpr (kScoreTangent) {
-      warpgroup_gemm<Element, kKeySteps>(output, tangents, Right(values),
-                                         Config::kValueTangent || !begins);
+      warpgroup_gemm<Element, kKeySteps>(output, tangents, Right(values));
     }
   }
 

@@ -53,33 +53,22 @@ struct TangentOutputSm90 {
   using Element = typename Config::Element;
   static constexpr int kBlocks = Config::kValueDim / 8;
 
-  // A lane's elements of the forward's output, in pairs, in the layout of the accumulators.
-  struct ForwardOutput {
-    uint32_t pairs[2][kBlocks];
+  // A lane's elements of a row of the forward's output, in pairs, in the layout of the accumulators.
+  struct ForwardRow {
+    uint32_t pairs[kBlocks];
+  };
+  // Those of both rows, loaded under the last product. Above 192 columns they would spill.
+  static constexpr bool kLoadsEarly = Config::kValueDim <= 192;
+  struct ForwardRows {
+    ForwardRow rows[kLoadsEarly ? 2 : 1];
   };
 
-  // Starts the loads of the forward's output; they may overlap a product.
-  CUTE_DEVICE static ForwardOutput load(TangentParams const& params, WorkItem const& item,
-                                        int query_length) {
-    ProblemShape const& shape = params.shape;
-    Origin const origin = query_origin<Config>(shape, item.batch);
-    int const query = item.tile * Config::kTileQuery + Grid::element_row(0, 0);
-    int const column = Grid::element_column(0, 0);
-    char const* const out =
-        row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head) +
-        column * int(sizeof(Element));
-    ForwardOutput found;
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      int const below = Grid::element_row(2 * r, 0) - Grid::element_row(0, 0);
-      bool const valid = query + below < query_length;
-      char const* const row = out + below * params.out.row_stride * int(sizeof(Element));
+  CUTE_DEVICE static ForwardRows load(TangentParams const& params, WorkItem const& item,
+                                      int query_length) {
+    ForwardRows found;
+    if constexpr (kLoadsEarly) {
       CUTE_UNROLL
-      for (int n = 0; n < kBlocks; ++n) {
-        bool const exists = valid && column + n * 8 < shape.value_dim;
-        found.pairs[r][n] =
-            exists ? *reinterpret_cast<uint32_t const*>(row + n * 8 * int(sizeof(Element))) : 0u;
-      }
+      for (int r = 0; r < 2; ++r) found.rows[r] = load_row(params, item, query_length, r);
     }
     return found;
   }
@@ -88,7 +77,7 @@ struct TangentOutputSm90 {
   // below `query_length`. `sums` are those of P dV + dP V.
   template <class Rows, class Sums>
   CUTE_DEVICE static void write(TangentParams const& params, WorkItem const& item, int query_length,
-                                Rows& rows, ForwardOutput const& forward, Sums& sums) {
+                                Rows& rows, ForwardRows const& forward, Sums& sums) {
     ProblemShape const& shape = params.shape;
     rows.finish();
     Origin const origin = query_origin<Config>(shape, item.batch);
@@ -101,12 +90,15 @@ struct TangentOutputSm90 {
     float const scale = probability_scale<Config>(params);
     CUTE_UNROLL
     for (int r = 0; r < Rows::kRows; ++r) {
+      ForwardRow const row =
+          kLoadsEarly ? forward.rows[r % (kLoadsEarly ? 2 : 1)]
+                      : load_row(params, item, query_length, r);
       CUTE_UNROLL
       for (int n = 0; n < kBlocks; ++n) {
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           float& sum = sums(2 * r + i, 0, n);
-          float const shift = rows.tangent[r] * unpack<Element>(forward.pairs[r][n], i);
+          float const shift = rows.tangent[r] * unpack<Element>(row.pairs[n], i);
           sum = Config::kDropout ? fmaf(sum, scale, -shift) : sum - shift;
         }
       }
@@ -131,6 +123,26 @@ struct TangentOutputSm90 {
                                     int tiles) {
     clear_query_gap<Config, kThreads>(params.shape, params.out_tangent, params.logsumexp_tangent,
                                       0.0f, item, length, tiles);
+  }
+
+ private:
+  CUTE_DEVICE static ForwardRow load_row(TangentParams const& params, WorkItem const& item,
+                                         int query_length, int r) {
+    ProblemShape const& shape = params.shape;
+    Origin const origin = query_origin<Config>(shape, item.batch);
+    int const query = item.tile * Config::kTileQuery + Grid::element_row(2 * r, 0);
+    int const column = Grid::element_column(0, 0);
+    char const* const row =
+        row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head) +
+        column * int(sizeof(Element));
+    ForwardRow found;
+    CUTE_UNROLL
+    for (int n = 0; n < kBlocks; ++n) {
+      bool const exists = query < query_length && column + n * 8 < shape.value_dim;
+      found.pairs[n] =
+          exists ? *reinterpret_cast<uint32_t const*>(row + n * 8 * int(sizeof(Element))) : 0u;
+    }
+    return found;
   }
 };
 
