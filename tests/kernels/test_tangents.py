@@ -1,0 +1,112 @@
+"""Tangents of attention (forward mode) by the kernel of Hopper, against the definition."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import kernel_cases
+import numpy as np
+import pytest
+from attention_case import Case
+from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
+from tangent_case import TangentCase, assert_tangents_match
+
+from jax_memeff._cuda import lowering as cuda
+from jax_memeff.codegen import gpu, strategy
+from jax_memeff.codegen.spec import KernelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A case on the emulated machine."""
+
+    made: TangentCase
+    seed: int = 0
+    multiprocessors: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.made}-seed{self.seed}"
+
+    def kernels(self) -> list[KernelSpec]:
+        """The kernels that :func:`results` needs, so that the machine can compile several at a
+        time.
+        """
+        operands, _ = self.made.passed()
+        options, needs_grad = self.made.case.options, self.made.needs_grad
+        archs = (gpu.WGMMA_ARCH,)
+        with strategy.using(forward=strategy.PLAIN):
+            found = [
+                cuda.kernels(operands, options, None, archs),
+                cuda.kernels(operands, options, needs_grad, archs, is_tangent=True),
+            ]
+        return [spec for specs in found for spec in specs.values()]
+
+
+LENGTHS = ((130, 150), (77, 33), (0, 150))
+EMPTY = ((130, 150), (77, 0), (0, 150))
+SEQUENCES = ((200, 270), (0, 100), (77, 0), (1, 1), (130, 33))
+SMALL = functools.partial(Case, B=1, T=140, S=170, N=2, K=1)
+RUNS = [
+    Run(TangentCase(Case(B=2, T=300, S=270, N=4, K=2, **CAUSAL)), seed=seed) for seed in range(3)
+]
+RUNS += [Run(TangentCase(SMALL(H=H, **CAUSAL)), seed=1) for H in (32, 96, 128)]
+RUNS += [
+    Run(TangentCase(case), seed=2)
+    for case in (
+        SMALL(),
+        SMALL(H=128, Hv=72, dtype="float16"),
+        SMALL(H=40, Hv=24),
+        SMALL(H=192, Hv=128, **CAUSAL),
+        SMALL(H=256),
+        SMALL(H=128, **WINDOW),
+        SMALL(T=5, S=700, **BOTTOM_RIGHT),
+        SMALL(T=300, S=40, H=128, **BOTTOM_RIGHT),
+        Case(B=3, T=130, S=150, H=128, lengths=EMPTY),
+        Case(B=3, T=130, S=150, N=4, K=2, lengths=LENGTHS, **WINDOW),
+        Case(B=5, T=200, S=270, lengths=SEQUENCES, packed=True, **CAUSAL),
+        Case(B=5, T=200, S=270, H=128, lengths=SEQUENCES, packed=True),
+        SMALL(soft_cap=2.0, **CAUSAL),
+        SMALL(H=128, dropout=0.2, lengths=((130, 150),)),
+        SMALL(dropout=0.2, soft_cap=3.0, **WINDOW),
+        SMALL(H=128, bias="1NTS", S=176),
+        SMALL(bias="BN1S", bias_dtype="float32", soft_cap=2.0),
+        SMALL(bias="1NT1", lengths=((100, 170),)),
+        SMALL(sinks=True, **CAUSAL),
+        Case(B=3, T=130, S=150, H=128, sinks=True, lengths=EMPTY),
+        SMALL(segments=1, **CAUSAL),
+        SMALL(T=400, S=530, N=3, H=128, boolean=("1N1S", "1NT1"), block=128, dropout=0.2),
+        Case(B=6, T=70, S=90, K=1, shared=SHARED_KEYS),
+        Case(B=3, T=200, S=152, position=((160, 0, 48), (128, 16, 0)), **CAUSAL),
+        SMALL(scale=-0.1),
+        SMALL(scale=1e-8, bias="1NTS"),
+    )
+]
+RUNS += [
+    Run(TangentCase(SMALL(H=128, lengths=((120, 150),), **CAUSAL), given), seed=3)
+    for given in (
+        ("query",),
+        ("key",),
+        ("value",),
+        ("query", "key"),
+        ("query", "value"),
+        ("key", "value"),
+    )
+]
+
+
+def results(run: Run) -> Any:
+    """Runs in the process of ``machine``."""
+    import emulator
+
+    emulator.configure(gpu.WGMMA_ARCH, multiprocessors=run.multiprocessors, seed=run.seed)
+    with strategy.using(forward=strategy.PLAIN):
+        return jax.tree.map(np.asarray, run.made.run())
+
+
+@pytest.mark.quick(str(RUNS[0]))
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_emulated_tangents_match_the_definition(run, machine):
+    assert_tangents_match(run.made, machine.submit(results, run).result(timeout=600))
