@@ -82,6 +82,10 @@ struct TangentMainLoopSm90 {
       fence_accumulators(sums);
       if (!begins) release_values(control, at);
       exponentiate(params, mask, item, tile, range, tiles, at, rows, kept, scores, probabilities);
+      fence_accumulators(scores);
+      // Hazard: keep this wait here, because it ends the basic block. Without it ptxas sinks the
+      // exponentials below the wait for dS, which they should overlap.
+      control.value.wait(at.value);
       wait_products<0>();
       fence_accumulators(tangents);
       // Hazard: not before a product has used registers that were loaded from the buffer.
@@ -91,7 +95,6 @@ struct TangentMainLoopSm90 {
         probability_tangents = as_left_operand<Element>(tangents);
         modify_probabilities(params, item, tile, kept, probability_tangents);
       }
-      control.value.wait(at.value);
       fence_accumulators(sums);
       begin_products();
       Operands::multiply_values(sums, probabilities, probability_tangents,

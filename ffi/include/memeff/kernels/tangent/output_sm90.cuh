@@ -53,11 +53,9 @@ struct TangentOutputSm90 {
   using Element = typename Config::Element;
   static constexpr int kBlocks = Config::kValueDim / 8;
 
-  // A lane's elements of a row of the forward's output, in pairs, in the layout of the accumulators.
-  struct ForwardRow {
-    uint32_t pairs[kBlocks];
-  };
-  // Those of both rows, loaded under the last product. Above 192 columns they would spill.
+  using ForwardRow = RowVectors<kBlocks>;
+  // Both rows of the forward's output, loaded under the last product. Above 192 columns they would
+  // spill.
   static constexpr bool kLoadsEarly = Config::kValueDim <= 192;
   struct ForwardRows {
     ForwardRow rows[kLoadsEarly ? 2 : 1];
@@ -90,15 +88,15 @@ struct TangentOutputSm90 {
     float const scale = probability_scale<Config>(params);
     CUTE_UNROLL
     for (int r = 0; r < Rows::kRows; ++r) {
-      ForwardRow const row =
-          kLoadsEarly ? forward.rows[r % (kLoadsEarly ? 2 : 1)]
-                      : load_row(params, item, query_length, r);
+      ForwardRow row = kLoadsEarly ? forward.rows[r % (kLoadsEarly ? 2 : 1)]
+                                   : load_row(params, item, query_length, r);
+      row.transpose();
       CUTE_UNROLL
       for (int n = 0; n < kBlocks; ++n) {
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           float& sum = sums(2 * r + i, 0, n);
-          float const shift = rows.tangent[r] * unpack<Element>(row.pairs[n], i);
+          float const shift = rows.tangent[r] * unpack<Element>(row.pair(n), i);
           sum = Config::kDropout ? fmaf(sum, scale, -shift) : sum - shift;
         }
       }
@@ -131,17 +129,10 @@ struct TangentOutputSm90 {
     ProblemShape const& shape = params.shape;
     Origin const origin = query_origin<Config>(shape, item.batch);
     int const query = item.tile * Config::kTileQuery + Grid::element_row(2 * r, 0);
-    int const column = Grid::element_column(0, 0);
-    char const* const row =
-        row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head) +
-        column * int(sizeof(Element));
     ForwardRow found;
-    CUTE_UNROLL
-    for (int n = 0; n < kBlocks; ++n) {
-      bool const exists = query < query_length && column + n * 8 < shape.value_dim;
-      found.pairs[n] =
-          exists ? *reinterpret_cast<uint32_t const*>(row + n * 8 * int(sizeof(Element))) : 0u;
-    }
+    found.load(row_pointer<Element>(params.out, origin.batch, origin.row + query, item.head) +
+                   lane_column() * int(sizeof(Element)),
+               shape.value_dim, query < query_length);
     return found;
   }
 };
