@@ -47,6 +47,11 @@ def _tangent_reasons(problem: Problem) -> list[str]:
         )
     if problem.dtype in F32_DTYPES:
         reasons.append("float32 tangents have no kernel: they are computed in plain JAX")
+    if problem.alignment < 16:
+        reasons.append(
+            "the kernels of tangents need head dims that are multiples of 8, got "
+            f"{problem.head_dim} and {problem.value_dim}: others are computed in plain JAX"
+        )
     return reasons
 
 
