@@ -81,8 +81,8 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel(abc.ABC):
-    """A device kernel: everything that is specific to it. One module of ``kernels/`` for each file
-    of ffi/include/memeff/kernels with the same ``stem``.
+    """A device kernel: everything that is specific to it. One module of ``kernels/`` for each kernel
+    of ffi/include/memeff/kernels. They have the same name, and ``stem`` is the path of the latter.
 
     It has no state, so that two kernels of one class are equal, in other processes too.
     """

@@ -178,13 +178,13 @@ def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any)
 
 
 def _cuda_tangent(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
-    from jax_memeff._cuda import tangents
+    from jax_memeff._cuda.derivatives import tangents
 
     return tangents.lower_tangent(ctx, *operands, **params)
 
 
 def _tangent_digest(avals: Sequence[Any], **params: Any) -> bytes:
-    from jax_memeff._cuda import tangents
+    from jax_memeff._cuda.derivatives import tangents
 
     return tangents.digest(avals, **params)
 

@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 
 from jax_memeff import _ffi
 from jax_memeff._cuda import lowering as cuda
-from jax_memeff._cuda import tangents
+from jax_memeff._cuda.derivatives import tangents
 from jax_memeff._op import primitives
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen.spec import KernelSpec

@@ -17,6 +17,10 @@ from tangent_case import TangentCase, assert_tangents_match
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff.codegen import gpu, strategy
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.toolchain import parallel
+
+DIMS = {(32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128)}
+"""Head dims of the cases on a GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +38,19 @@ class Run:
         """The kernels that :func:`results` needs, so that the machine can compile several at a
         time.
         """
-        operands, _ = self.made.passed()
-        options, needs_grad = self.made.case.options, self.made.needs_grad
-        archs = (gpu.WGMMA_ARCH,)
         with strategy.using(forward=strategy.PLAIN):
-            found = [
-                cuda.kernels(operands, options, None, archs),
-                cuda.kernels(operands, options, needs_grad, archs, is_tangent=True),
-            ]
-        return [spec for specs in found for spec in specs.values()]
+            return kernels(self.made)
+
+
+def kernels(made: TangentCase) -> list[KernelSpec]:
+    """The forward of a case on Hopper, and the kernel of its tangents."""
+    operands, _ = made.passed()
+    archs = (gpu.WGMMA_ARCH,)
+    found = [
+        cuda.kernels(operands, made.case.options, None, archs),
+        cuda.kernels(operands, made.case.options, made.needs_grad, archs, is_tangent=True),
+    ]
+    return [spec for specs in found for spec in specs.values()]
 
 
 LENGTHS = ((130, 150), (77, 33), (0, 150))
@@ -110,3 +118,38 @@ def results(run: Run) -> Any:
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_emulated_tangents_match_the_definition(run, machine):
     assert_tangents_match(run.made, machine.submit(results, run).result(timeout=600))
+
+
+def gpu_cases() -> list[TangentCase]:
+    """A third of the cases of the other kernels, and those of the emulated machine."""
+    cases = [
+        case
+        for case in kernel_cases.cases()
+        if case.dtype != "float32" and (case.H, case.value_dim) in DIMS and not case.projections
+    ]
+    made = [*map(TangentCase, cases[::3]), *(run.made for run in RUNS)]
+    large = Case(B=2, T=2048, S=2048, N=16, K=4, H=128, **CAUSAL)
+    made += [TangentCase(dataclasses.replace(large, H=H)) for H in (64, 128)]
+    return list(dict.fromkeys(made))
+
+
+@pytest.fixture(scope="module")
+def compiled(selected):
+    """Compiles the kernels of the selected cases before the first one runs."""
+    if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
+        pytest.skip("these are the kernels of Hopper")
+    cases = dict.fromkeys(call["made"] for call in selected if "made" in call)
+    jobs = {(spec, gpu.WGMMA_ARCH) for made in cases for spec in kernels(made)}
+    parallel.compile_many(sorted(jobs, key=lambda job: (job[0].sort_key, job[0].name)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("made", gpu_cases(), ids=str)
+def test_tangents_match_the_definition(made, compiled):
+    assert_tangents_match(made, made.run())
+
+
+def test_every_case_has_a_kernel_of_hopper():
+    """Otherwise plain JAX would be compared with the definition."""
+    for made in gpu_cases():
+        assert kernels(made)[-1].direction == "tangent"

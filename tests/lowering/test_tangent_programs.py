@@ -11,7 +11,7 @@ import pytest
 from cuda_programs import attention_calls, lower, names_of, shapes, types_of, varlen_shapes
 
 import jax_memeff
-from jax_memeff._cuda import tangents
+from jax_memeff._cuda.derivatives import tangents
 from jax_memeff.codegen.features import BROADCAST_BATCH
 
 pytestmark = pytest.mark.usefixtures("hopper")

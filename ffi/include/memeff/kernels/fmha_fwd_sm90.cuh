@@ -14,7 +14,7 @@
 // The pipeline does not drain between work tiles. The first scores of a work tile overlap the last
 // product of the previous one, whose output is stored from registers under the products of other
 // consumers. The softmax of one consumer overlaps the products of another. Two consumers find this
-// order by themselves, three take turns (forward/consumer_turns.cuh). With a mask each consumer
+// order by themselves, three take turns (schedule/consumer_turns.cuh). With a mask each consumer
 // skips the KV blocks at the end that only rows of other consumers attend to.
 //
 // An Operands object loads and multiplies the operands of each element type. 3xFP16 products with
@@ -32,13 +32,13 @@
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/kernels/forward/consumer_turns.cuh>
+#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/kernels/forward/f16x3_operands_sm90.cuh>
 #include <memeff/kernels/forward/main_loop_sm90.cuh>
 #include <memeff/kernels/forward/operands_sm90.cuh>
 #include <memeff/kernels/forward/output_sm90.cuh>
 #include <memeff/kernels/forward/producer_sm90.cuh>
-#include <memeff/kernels/forward/rings_sm90.cuh>
+#include <memeff/schedule/query_tile_rings.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>

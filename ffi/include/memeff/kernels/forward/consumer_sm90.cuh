@@ -10,7 +10,7 @@ namespace memeff {
 
 // A consumer is a warpgroup that owns 64 rows of a work tile, or shares them with other groups. Its
 // main loop calls these functions, in a forward (main_loop_sm90.cuh) and in a tangent kernel
-// (../tangent/main_loop_sm90.cuh).
+// (tangent/main_loop.cuh).
 template <class Config, class Kernel>
 struct WorkTileConsumerSm90 {
   using Params = typename Config::Params;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.bases.persistent_sm90 import (
@@ -78,14 +79,15 @@ yet."""
 class FmhaTangentSm90(PersistentSm90):
     """The tangents of output and logsumexp for 16-bit elements."""
 
-    stem = "fmha_tangent_sm90"
+    stem = "forward/tangent/fmha_tangent_sm90"
     direction = "tangent"
     class_name = "FmhaTangentSm90"
     owns_outputs = True
+    tiles: ClassVar[Mapping[int, Sequence[PersistentTile]]] = TILES
 
     def padded_rows(self) -> Iterator[Row]:
-        for head, value in itertools.product(TILES, repeat=2):
-            for tile in TILES[max(head, value)]:
+        for head, value in itertools.product(self.tiles, repeat=2):
+            for tile in self.tiles[max(head, value)]:
                 yield Row(head, value, tile)
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:

@@ -97,7 +97,7 @@ struct TangentOutputSm90 {
         for (int i = 0; i < 2; ++i) {
           float& sum = sums(2 * r + i, 0, n);
           float const shift = rows.tangent[r] * unpack<Element>(row.pair(n), i);
-          sum = Config::kDropout ? fmaf(sum, scale, -shift) : sum - shift;
+          sum = fmaf(sum, scale, -shift);
         }
       }
       int const below = Grid::element_row(2 * r, 0) - Grid::element_row(0, 0);

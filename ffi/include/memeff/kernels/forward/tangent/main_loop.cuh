@@ -1,4 +1,4 @@
-// The main loop of kernels/fmha_tangent_sm90.cuh, which a consumer runs for the work tiles that it has
+// The main loop of kernels/forward/tangent/fmha_tangent_sm90.cuh, which a consumer runs for the work tiles that it has
 // rows of.
 #pragma once
 
