@@ -15,6 +15,7 @@ from jax_memeff.codegen.kernels.bases.persistent_sm90 import (
 from jax_memeff.codegen.kernels.families import (
     EVERY_MODIFIER,
     WARPGROUP_ROWS,
+    modifiers,
     panel_columns,
 )
 from jax_memeff.codegen.launch import TensorMap
@@ -22,17 +23,26 @@ from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
-TILES: Mapping[int, Sequence[PersistentTile]] = {
-    32: (PersistentTile(128, 96, 2, "as 64", modifiers=EVERY_MODIFIER),),
-    64: (
-        PersistentTile(
-            128,
-            96,
-            2,
-            "S, dS and the sums take 128 registers a thread, their operands 48, and queries 16",
-            modifiers=EVERY_MODIFIER,
-        ),
+_64 = (
+    PersistentTile(
+        128,
+        96,
+        2,
+        "S, dS and the sums take 128 registers a thread, their operands 48, and queries 16",
+        modifiers=modifiers("bias"),
     ),
+    PersistentTile(
+        128,
+        64,
+        2,
+        "a warp copies rows of the bias whose vectors divide its lanes",
+        modifiers=EVERY_MODIFIER,
+    ),
+)
+
+TILES: Mapping[int, Sequence[PersistentTile]] = {
+    32: _64,
+    64: _64,
     96: (
         PersistentTile(
             128, 64, 2, "S, dS and the sums take 112 registers a thread", modifiers=EVERY_MODIFIER
@@ -66,9 +76,11 @@ TILES: Mapping[int, Sequence[PersistentTile]] = {
             128,
             32,
             1,
-            "193 KB: keys arrive while the product with the values runs, and the other way round",
+            "193 KB: keys arrive while the product with the values runs, and the other way round; "
+            "spills 12 bytes outside of the main loop",
             query_stages=1,
             modifiers=EVERY_MODIFIER,
+            spill_bytes=16,
         ),
     ),
 }

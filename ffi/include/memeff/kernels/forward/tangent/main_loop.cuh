@@ -98,7 +98,7 @@ struct TangentMainLoopSm90 {
       fence_accumulators(sums);
       begin_products();
       Operands::multiply_values(sums, probabilities, probability_tangents,
-                                Kernel::values(tiles, at.value));
+                                at_use(Kernel::values(tiles, at.value)));
       commit_products();
       begins = false;
       if (tile == range.begin) break;
@@ -137,13 +137,20 @@ struct TangentMainLoopSm90 {
     queries.take(Kernel::queries(tiles, at.query), at.row_warpgroup);
   }
 
+  // The address of a buffer. With wide rows the descriptors of all steps of products are computed
+  // at each use: ptxas would compute them before the loop, and spill 260 bytes at head dim 256.
+  CUTE_DEVICE static uint32_t at_use(uint32_t buffer) {
+    if constexpr (Config::kHeadDim > 192 || Config::kValueDim > 192) hide_value(buffer);
+    return buffer;
+  }
+
   CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, Position const& at,
                                        Queries const& queries, Accumulators& scores) {
     control.key.wait(at.key);
     fence_accumulators(scores);
     begin_products();
-    Operands::multiply_keys(scores, queries, Kernel::queries(tiles, at.query),
-                            Kernel::keys(tiles, at.key), at.row_warpgroup);
+    Operands::multiply_keys(scores, queries, at_use(Kernel::queries(tiles, at.query)),
+                            at_use(Kernel::keys(tiles, at.key)), at.row_warpgroup);
     commit_products();
   }
 
@@ -152,8 +159,8 @@ struct TangentMainLoopSm90 {
     if constexpr (Operands::kScoreTangent) {
       fence_accumulators(tangents);
       begin_products();
-      Operands::multiply_key_tangents(tangents, queries, Kernel::queries(tiles, at.query),
-                                      Kernel::keys(tiles, at.key), at.row_warpgroup);
+      Operands::multiply_key_tangents(tangents, queries, at_use(Kernel::queries(tiles, at.query)),
+                                      at_use(Kernel::keys(tiles, at.key)), at.row_warpgroup);
       commit_products();
     }
   }
