@@ -81,8 +81,9 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel(abc.ABC):
-    """A device kernel: everything that is specific to it. One module of ``kernels/`` for each kernel
-    of ffi/include/memeff/kernels. They have the same name, and ``stem`` is the path of the latter.
+    """A device kernel: everything that is specific to it. One module of ``kernels/`` for each file
+    of ffi/include/memeff/kernels with an entry point. They have the same name, and ``stem`` is the
+    path of the file.
 
     It has no state, so that two kernels of one class are equal, in other processes too.
     """

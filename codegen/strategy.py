@@ -82,6 +82,7 @@ def of_direction(direction: str) -> tuple[Strategy, ...]:
         "backward": (Strategy(split_q=True),),
     }.get(direction, ())
 
+
 _forced: ContextVar[dict[str, Strategy]] = ContextVar("strategies")
 
 

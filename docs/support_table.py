@@ -41,8 +41,8 @@ class Row:
         return f"| {self.title} | {' | '.join(cells)} |"
 
     def _tangent_cell(self) -> str:
-        """Tangents have kernels on Hopper; others are computed on the blockwise path. Paged calls have
-        no derivative.
+        """Tangents have kernels on Hopper; others are computed on the blockwise path. Paged calls
+        have no derivative.
         """
         if any("pages" in asked for asked in self.features):
             return "no"
@@ -111,7 +111,9 @@ ROWS = (
 
 def table() -> str:
     """The table in Markdown, with a line break at its end."""
-    header = "| | CUDA forward | CUDA backward | CUDA tangents (`forward_mode`) | blockwise path |\n"
+    header = (
+        "| | CUDA forward | CUDA backward | CUDA tangents (`forward_mode`) | blockwise path |\n"
+    )
     header += "|---|---|---|---|---|\n"
     return header + "".join(f"{row.text}\n" for row in ROWS)
 

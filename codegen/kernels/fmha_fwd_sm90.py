@@ -30,6 +30,7 @@ from jax_memeff.codegen.strategy import Strategy
 _LEAST_TILE = 64
 """Each head dim has a tile whose rows and columns are this number or twice this number."""
 
+
 @dataclasses.dataclass(frozen=True)
 class Tile(PersistentTile):
     """A row of the table of a forward."""

@@ -240,7 +240,9 @@ def _gradient_buffers(
     return found
 
 
-def workspace_buffers(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:
+def workspace_buffers(
+    avals: Operands, options: Options, specs: dict[str, KernelSpec]
+) -> list[Buffer]:
     sizes = workspaces.sizes_of(avals, options.divisors)
     return list(itertools.starmap(Buffer, workspaces.of_kernels(sizes, specs.values())))
 

@@ -38,7 +38,7 @@ class TangentCase:
         return operands, {name: drawn[name].astype(dtype) for name in self.given}
 
     def passed(self) -> tuple[Operands, dict[str, np.ndarray]]:
-        """The arrays that a call gets: NaN beyond the lengths, and packed if the case asks for it."""
+        """The arrays that a call gets: NaN beyond the lengths, and packed if the case asks."""
         operands, tangents = self.arrays()
         own, _, _ = passed(self.case, operands, self._like_out(operands), None)
         others = operands._replace(**tangents)
@@ -87,7 +87,9 @@ def assert_tangents_match(made: TangentCase, results: tuple[Any, Any]) -> None:
     low, _ = answer(operands.query.dtype)
     # dP V and dlse O may cancel: each is rounded by itself.
     out = oracle.answer(operands, made.case.options, dout).out
-    floor = np.abs(dlse).max(initial=0) * cancellation(operands, made.case.options, np.ones_like(out), out)
+    floor = np.abs(dlse).max(initial=0) * cancellation(
+        operands, made.case.options, np.ones_like(out), out
+    )
     oracle.check("dout", results[0], dout, low, floor=floor)
     rough = 1e-3 if made.case.soft_cap is not None else 2e-5
     oracle.check("lse", results[1], dlse, lse_tolerance=rough)

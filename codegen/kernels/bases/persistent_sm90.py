@@ -1,5 +1,4 @@
-"""The common part of the kernels of wgmma with persistent CTAs, whose work tiles are rows of queries.
-"""
+"""The common part of the kernels of wgmma with persistent CTAs and work tiles of query rows."""
 
 from __future__ import annotations
 

@@ -67,9 +67,7 @@ TILES: Mapping[int, Sequence[PersistentTile]] = {
         ),
     ),
     192: (
-        PersistentTile(
-            128, 32, 2, "193 KB: two buffers", query_stages=1, modifiers=EVERY_MODIFIER
-        ),
+        PersistentTile(128, 32, 2, "193 KB: two buffers", query_stages=1, modifiers=EVERY_MODIFIER),
     ),
     256: (
         PersistentTile(

@@ -159,8 +159,8 @@ struct ForwardParams {
   TileParts* tile_parts;  // [B, K, row tiles], see schedule/balanced_keys.cuh
 };
 
-// The first parameter of every tangent kernel. launch/tangent.cc fills it. `out` and `logsumexp` are
-// the results of the forward, which the kernel reads. A tangent that is zero has no data.
+// The first parameter of every tangent kernel. launch/tangent.cc fills it. `out` and `logsumexp`
+// are the results of the forward, which the kernel reads. A tangent that is zero has no data.
 struct TangentParams : ForwardParams {
   TensorView query_tangent;  // with all batch indices, although a vmap may broadcast the operand
   TensorView key_tangent;

@@ -53,9 +53,9 @@ class Parser : public DescriptionReader {
     kernel.shape = dims_.shape(padded_head_dim_, padded_value_dim_);
     for (const Words& row : rows) dims_.check(row);
     check_dtype();
-    for (const char* name : {"query", "key", "value", "out", "query_gradient", "key_gradient",
-                             "value_gradient", "out_gradient", "query_tangent", "key_tangent",
-                             "value_tangent", "out_tangent"}) {
+    for (const char* name :
+         {"query", "key", "value", "out", "query_gradient", "key_gradient", "value_gradient",
+          "out_gradient", "query_tangent", "key_tangent", "value_tangent", "out_tangent"}) {
       check_rows(name, kernel.alignment);
     }
     for (const Words& entry : entries) parse_entry(entry, &kernel);
@@ -240,7 +240,8 @@ class Parser : public DescriptionReader {
   void check_maps(const KernelDescription& kernel) {
     for (const MapBox& box : kernel.maps) {
       const Array* const array = find(arrays_, box.name);
-      if (failed() || array == nullptr) continue;  // a gradient that is not asked for, or a tangent that is zero
+      if (failed() || array == nullptr)
+        continue;  // a gradient that is not asked for, or a tangent that is zero
       if (array->type.rank != 4 || ffi::ByteWidth(array->type.dtype) != 2) {
         fail_array(box.name, "expected 16-bit elements and rank 4, because TMA copies it, got " +
                                  to_string(array->type));

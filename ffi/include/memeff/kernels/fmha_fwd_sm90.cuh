@@ -32,18 +32,18 @@
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/kernels/forward/f16x3_operands_sm90.cuh>
 #include <memeff/kernels/forward/main_loop_sm90.cuh>
 #include <memeff/kernels/forward/operands_sm90.cuh>
 #include <memeff/kernels/forward/output_sm90.cuh>
 #include <memeff/kernels/forward/producer_sm90.cuh>
-#include <memeff/schedule/query_tile_rings.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
+#include <memeff/schedule/query_tile_rings.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
 #include <memeff/score/modifiers.cuh>
 

@@ -118,9 +118,8 @@ struct WorkTileConsumerSm90 {
                                        PipelineStage<kStages> const& stage, uint32_t tiles,
                                        int warpgroup) {
     if constexpr (Operands::kClearsValues) {
-      clear_beyond(control.value, stage, mask, shape, tile, warpgroup, [&](int first) {
-        Operands::clear_values(Kernel::values(tiles, stage), first);
-      });
+      clear_beyond(control.value, stage, mask, shape, tile, warpgroup,
+                   [&](int first) { Operands::clear_values(Kernel::values(tiles, stage), first); });
     }
   }
 

@@ -14,8 +14,8 @@
 
 namespace memeff {
 
-// Writes zeros to the rows [row, row_end) of a work tile's output, and `number` to its statistics of
-// these rows, with the threads of a warpgroup. These rows are not valid, but may exist.
+// Writes zeros to the rows [row, row_end) of a work tile's output, and `number` to its statistics
+// of these rows, with the threads of a warpgroup. These rows are not valid, but may exist.
 template <class Config>
 CUTE_DEVICE void write_empty_rows(ProblemShape const& shape, TensorView const& out,
                                   float* statistics, float number, WorkItem const& item,
@@ -74,7 +74,8 @@ struct ForwardOutputSm90 {
     }
   }
 
-  // Writes output 0 and logsumexp -inf to the rows [row, row_end) of a work tile that are not valid.
+  // Writes output 0 and logsumexp -inf to the rows [row, row_end) of a work tile that are not
+  // valid.
   CUTE_DEVICE static void write_empty(ForwardParams const& params, WorkItem const& item,
                                       int query_length, int row, int row_end) {
     write_empty_rows<Config>(params.shape, params.out, params.logsumexp, -infinity(), item,

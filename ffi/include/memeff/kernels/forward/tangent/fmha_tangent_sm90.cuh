@@ -18,15 +18,15 @@
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/warp_grid.cuh>
-#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/kernels/forward/producer_sm90.cuh>
-#include <memeff/schedule/query_tile_rings.cuh>
 #include <memeff/kernels/forward/tangent/main_loop.cuh>
 #include <memeff/kernels/forward/tangent/operands.cuh>
 #include <memeff/kernels/forward/tangent/output.cuh>
 #include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
+#include <memeff/schedule/query_tile_rings.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
 #include <memeff/score/modifiers.cuh>
 

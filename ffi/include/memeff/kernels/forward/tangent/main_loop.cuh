@@ -1,5 +1,5 @@
-// The main loop of kernels/forward/tangent/fmha_tangent_sm90.cuh, which a consumer runs for the work tiles that it has
-// rows of.
+// The main loop of kernels/forward/tangent/fmha_tangent_sm90.cuh, which a consumer runs for the
+// work tiles that it has rows of.
 #pragma once
 
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -62,9 +62,9 @@ struct TangentMainLoopSm90 {
     Rows rows(params, item, mask.query_length);
     Queries queries;
     begin_work_tile(params, control, tiles, at, mask, item, range, tile, queries);
-    auto sums = OutGrid::make_accumulators();         // P dV + dP V; (4, 1, MMA_N)
-    auto scores = ScoreGrid::make_accumulators();     // S, then P times the derivative of S
-    auto tangents = ScoreGrid::make_accumulators();   // dS, then dP
+    auto sums = OutGrid::make_accumulators();        // P dV + dP V; (4, 1, MMA_N)
+    auto scores = ScoreGrid::make_accumulators();    // S, then P times the derivative of S
+    auto tangents = ScoreGrid::make_accumulators();  // dS, then dP
     LeftOperand probabilities;
     LeftOperand probability_tangents;
     // Hazard: before the first product. Otherwise ptxas waits for it before it assigns registers.
@@ -75,8 +75,7 @@ struct TangentMainLoopSm90 {
     begin_score_tangents(tiles, at, queries, tangents);
     CUTE_NO_UNROLL
     while (true) {
-      KeptBlocks const kept(params, item.batch, item.head, item.tile * kTileQuery,
-                            tile * kTileKey);
+      KeptBlocks const kept(params, item.batch, item.head, item.tile * kTileQuery, tile * kTileKey);
       wait_products<Operands::kScoreTangent ? 1 : 0>();  // S, and the sums of the previous block
       fence_accumulators(scores);
       fence_accumulators(sums);
@@ -128,10 +127,9 @@ struct TangentMainLoopSm90 {
       Consumer::skip(control.key, at.key, 1, at.leader);
       Consumer::skip(control.value, at.value, 1, at.leader);
     }
-    Consumer::clear_beyond(control.key, at.key, mask, params.shape, tile, at.warpgroup,
-                           [&](int first) {
-                             Operands::clear_keys(Kernel::keys(tiles, at.key), first);
-                           });
+    Consumer::clear_beyond(
+        control.key, at.key, mask, params.shape, tile, at.warpgroup,
+        [&](int first) { Operands::clear_keys(Kernel::keys(tiles, at.key), first); });
     Consumer::clear_values(control, mask, params.shape, tile, at.value, tiles, at.warpgroup);
     control.query[at.row_warpgroup].wait(at.query);
     queries.take(Kernel::queries(tiles, at.query), at.row_warpgroup);

@@ -1,5 +1,5 @@
-// The operands of the Hopper tangent kernel: each buffer holds rows of an operand, and after them the
-// same rows of its tangent. The producer of the forward copies them through this interface.
+// The operands of the Hopper tangent kernel: each buffer holds rows of an operand, and after them
+// the same rows of its tangent. The producer of the forward copies them through this interface.
 #pragma once
 
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -41,8 +41,8 @@ struct TangentOperands {
   static constexpr bool kReadsQueriesOnce =
       kRegisterQueries && (kRegisterTangents || !Config::kQueryTangent);
   template <bool kInRegisters>
-  using Rows = cute::conditional_t<kInRegisters, RegisterQueries<QueryTile>,
-                                   SharedQueries<QueryTile>>;
+  using Rows =
+      cute::conditional_t<kInRegisters, RegisterQueries<QueryTile>, SharedQueries<QueryTile>>;
 
   // A consumer's queries and their tangents.
   struct Queries {
@@ -170,8 +170,8 @@ struct TangentOperands {
   CUTE_DEVICE Rows pair(TensorView const& tensor, TensorMap const& map, TensorMap const& tangent,
                         WorkItem const& item) const {
     KeyValueSource<Config> const source(params, item.batch, item.head / params.shape.group);
-    return {map,         tangent, source.origin.row, source.head, source.batch(tensor),
-            source.origin.batch};
+    return {
+        map, tangent, source.origin.row, source.head, source.batch(tensor), source.origin.batch};
   }
 };
 
