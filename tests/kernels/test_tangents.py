@@ -14,6 +14,7 @@ from attention_case import Case
 from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 from tangent_case import TangentCase, assert_tangents_match
 
+import jax_memeff
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff.codegen import gpu, strategy
 from jax_memeff.codegen.spec import KernelSpec
@@ -118,6 +119,67 @@ def results(run: Run) -> Any:
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_emulated_tangents_match_the_definition(run, machine):
     assert_tangents_match(run.made, machine.submit(results, run).result(timeout=600))
+
+
+SLOPES = np.array([0.5, -0.25], np.float32)
+
+
+def with_function(score, batch, head, row, column):
+    """A score function whose derivative depends on the score, and that reads an array."""
+    del batch
+    return jax.numpy.tanh(score) * jax.numpy.asarray(SLOPES)[head] + 0.1 * (row - column) / 64
+
+
+def in_blocks(batch, head, row, column):
+    return (row // 64 + column // 64 + head + batch) % 3 != 0
+
+
+def tangents_of_functions(seed: int) -> Any:
+    """Output and logsumexp, their tangents, and arrays. Runs in the process of ``machine``."""
+    import emulator
+
+    emulator.configure(gpu.WGMMA_ARCH, multiprocessors=2, seed=seed)
+    rng = np.random.default_rng(0)
+    drawn = rng.standard_normal((6, 2, 150, 2, 64), np.float32).astype(jax.numpy.bfloat16)
+    primals, directions = tuple(drawn[:3]), tuple(drawn[3:])
+
+    @jax.jit
+    def jvp(primals, directions):
+        def attention(*arrays):
+            function: Any = jax_memeff.dot_product_attention
+            mask = jax_memeff.Mask.function(in_blocks)
+            return function(*arrays, mask=mask, score_mod=with_function, return_residual=True)
+
+        with jax_memeff.forward_mode():
+            return jax.jvp(attention, primals, directions)
+
+    lowered = jvp.lower(primals, directions)
+    assert "@jax_memeff_tangent" in lowered.as_text()
+    results = lowered.compile()(primals, directions)
+    return jax.tree.map(np.asarray, results), primals, directions
+
+
+def test_score_functions_and_mask_functions(machine):
+    (results, tangents), *arrays = machine.submit(tangents_of_functions, 4).result(timeout=600)
+    primals, directions = jax.tree.map(lambda x: x.astype(np.float32), arrays)
+    batch, head, row, column = np.ogrid[:2, :2, :150, :150]
+    valid = in_blocks(batch, head, row, column)
+
+    def attention(query, key, value):
+        scores = jax.numpy.einsum("btnh,bsnh->bnts", query, key) / 8
+        scores = with_function(scores, batch, head, row, column)
+        scores = jax.numpy.where(valid, scores, -jax.numpy.inf)
+        lse = jax.nn.logsumexp(scores, -1, keepdims=True)
+        out = jax.numpy.einsum("bnts,bsnh->btnh", jax.numpy.exp(scores - lse), value)
+        return out, lse[..., 0].swapaxes(1, 2)
+
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jvp(attention, tuple(primals), tuple(directions))
+    for got, want in zip(
+        jax.tree.leaves((results, tangents)), jax.tree.leaves(expected), strict=True
+    ):
+        error = np.linalg.norm(got.astype(np.float32) - want)
+        assert error <= 4e-3 * np.linalg.norm(want)
 
 
 def gpu_cases() -> list[TangentCase]:
