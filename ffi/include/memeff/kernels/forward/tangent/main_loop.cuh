@@ -138,7 +138,7 @@ struct TangentMainLoopSm90 {
   // The address of a buffer. With wide rows the descriptors of all steps of products are computed
   // at each use: ptxas would compute them before the loop, and spill 260 bytes at head dim 256.
   CUTE_DEVICE static uint32_t at_use(uint32_t buffer) {
-    if constexpr (Config::kHeadDim > 192 || Config::kValueDim > 192) hide_value(buffer);
+    if constexpr (Config::kHeadDim + Config::kValueDim > 320) hide_value(buffer);
     return buffer;
   }
 
