@@ -13,10 +13,13 @@ from jax_memeff.codegen import arch as archs
 from . import features as registry
 from .features.feature import Feature, expect_one_of
 
-Direction = Literal["forward", "backward"]
+Direction = Literal["forward", "backward", "tangent"]
 Dtype = Literal["f16", "bf16", "f32", "tf32", "f64"]
 
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "tangent")
+REQUIRED_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+"""Those in which a call without a kernel is an error. Tangents without a kernel are computed in
+plain JAX."""
 DTYPE_BYTES: dict[Dtype, int] = {"f16": 2, "bf16": 2, "f32": 4, "tf32": 4, "f64": 8}
 DTYPES = tuple(DTYPE_BYTES)
 F32_DTYPES = ("f32", "tf32")
@@ -32,7 +35,8 @@ class Problem:
     ``dtype`` is that of query, key and value. f32 has two names, because kernels multiply it in two
     ways: ``f32`` in three TF32 products, to the precision of f32, and ``tf32`` in one.
     ``features`` are values by the names of ``features.FEATURES``; a feature that is absent is off.
-    ``needs_grad`` are the gradients of a backward, by default all of query, key and value.
+    ``needs_grad`` are the gradients of a backward, or the operands that have a tangent, by default
+    all of query, key and value.
     ``sequence`` never changes a kernel; ``explain`` reports the grid with it.
 
     ``problem[feature]`` is the value of a feature. Raises ``ValueError`` for a value that no
@@ -68,7 +72,7 @@ class Problem:
         object.__setattr__(self, "_values", asked)
         for gradient in self.needs_grad:
             expect_one_of("needs_grad", gradient, GRADIENTS)
-        if self.direction == "backward" and not self.needs_grad:
+        if self.direction != "forward" and not self.needs_grad:
             object.__setattr__(self, "needs_grad", ("query", "key", "value"))
         for name in ("head_dim", "value_dim"):
             if getattr(self, name) < 1:
@@ -112,6 +116,7 @@ class Problem:
         words += [
             feature.words(self[feature]) for feature in registry.FEATURES if self.asks(feature)
         ]
-        words += [f"gradients of {', '.join(self.needs_grad)}"] if self.needs_grad else []
+        derivatives = "tangents" if self.direction == "tangent" else "gradients"
+        words += [f"{derivatives} of {', '.join(self.needs_grad)}"] if self.needs_grad else []
         words += [f"alignment={self.alignment}"] if self.alignment != 16 else []
         return ", ".join(words)

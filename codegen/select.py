@@ -12,9 +12,14 @@ from jax_memeff.codegen import features, gpu
 from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.kernels.bases.families import LARGE_DIM
-from jax_memeff.codegen.problem import DIRECTIONS, F32_DTYPES, Dtype, Problem
+from jax_memeff.codegen.problem import (
+    F32_DTYPES,
+    REQUIRED_DIRECTIONS,
+    Dtype,
+    Problem,
+)
 from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec, Row
-from jax_memeff.codegen.strategy import PLAIN, QUERY_ROWS, Strategy
+from jax_memeff.codegen.strategy import PLAIN, QUERY_ROWS, Strategy, of_direction
 from jax_memeff.codegen.support import (
     dim_reasons,
     family_reasons,
@@ -71,6 +76,13 @@ _FEATURE_SETS: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
 needs no third interval mask."""
 
 
+_TANGENT_FEATURES: tuple[Mapping[str, Any], ...] = (
+    {},
+    *(alone for feature in features.FEATURES for alone in feature.alone),
+    features.together(),
+)
+
+
 def select(problem: Problem, strategy: Strategy = PLAIN) -> KernelSpec:
     """The first spec of the ordered table that solves ``problem`` with ``strategy``.
 
@@ -105,8 +117,7 @@ def select_all(problem: Problem) -> list[KernelSpec]:
     [False, True]
     """
     found = [select(problem)]
-    forward = [Strategy(query_rows=rows) for rows in QUERY_ROWS]
-    for strategy in forward if problem.direction == "forward" else [Strategy(split_q=True)]:
+    for strategy in of_direction(problem.direction):
         with contextlib.suppress(UnsupportedError):
             found.append(select(problem, strategy))
     return list(dict.fromkeys(found))
@@ -141,10 +152,13 @@ def closure(
     specs = {
         select(_problem(direction, dtype, pair, arch, asked), strategy)
         for direction, dtype, pair, (asked, strategy) in itertools.product(
-            DIRECTIONS, dtypes, dims, _FEATURE_SETS
+            REQUIRED_DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
         if dtype in multiplied and (direction == "forward" or strategy.query_rows is None)
     }
+    for dtype, pair, asked in itertools.product(dtypes, dims, _TANGENT_FEATURES):
+        with contextlib.suppress(UnsupportedError):  # then they are computed in plain JAX
+            specs.add(select(_problem("tangent", dtype, pair, arch, asked)))
     for kernel, dtype in itertools.product(KERNELS, dtypes):
         for pair, asked in kernel.own_problems:
             if pair in dims:
@@ -156,8 +170,8 @@ def closure(
 def _problem(
     direction: Any, dtype: Dtype, dims: tuple[int, int], arch: str, asked: Mapping[str, Any]
 ) -> Problem:
-    """f32 has no bias of 16 bits, and a backward computes the gradients of all arrays that are
-    there.
+    """f32 has no bias of 16 bits. A backward computes the gradients of all arrays that are there,
+    and query, key and value have tangents.
     """
     bias = asked.get("bias")
     if bias is not None and dtype in F32_DTYPES:

@@ -24,7 +24,7 @@ from .launch import (
     TensorMap,
     Workspace,
 )
-from .problem import DTYPE_BYTES, Direction, Problem
+from .problem import DIRECTIONS, DTYPE_BYTES, Direction, Problem
 
 SpecDtype = Literal["f16", "bf16", "f32", "tf32"]
 Family = Literal["sm90", "sm80"]
@@ -33,6 +33,12 @@ SPEC_DTYPES: tuple[SpecDtype, ...] = ("f16", "bf16", "f32", "tf32")
 SPEC_GRADIENTS = ("query", "key", "value")
 FAMILIES: tuple[Family, ...] = ("sm90", "sm80")
 """In the order of choice."""
+
+_DIRECTION_WORDS: Mapping[Direction, str] = {
+    "forward": "fwd",
+    "backward": "bwd",
+    "tangent": "tangent",
+}
 
 _ELEMENTS = {
     "f16": "cutlass::half_t",
@@ -78,7 +84,8 @@ class Row(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Kernel(abc.ABC):
     """A device kernel: everything that is specific to it, in the module of ``kernels/`` with the
-    name ``stem``.
+    name of its device file. ``stem`` is the path of that file, and of the module, below
+    ``kernels/``.
 
     It has no state, so that two kernels of one class are equal, in other processes too.
     """
@@ -108,7 +115,8 @@ class Kernel(abc.ABC):
     own_problems: ClassVar[tuple[tuple[tuple[int, int], Mapping[str, Any]], ...]] = ()
     """Head dims and features of problems in the closure that no other kernel serves."""
     owns_outputs: ClassVar[bool] = False
-    """Whether each gradient of a backward is written by the CTAs that own it, without sums."""
+    """Whether each result besides those of a forward is written by the CTAs that own it, without
+    sums."""
     splits_keys: ClassVar[bool] = False
     """Whether a forward splits the keys over CTAs."""
     decides_mask_tiles: ClassVar[bool] = False
@@ -231,7 +239,8 @@ class KernelSpec:
 
     ``padded_head_dim`` (of query and key) and ``padded_value_dim`` are padded dims; the real ones
     are run-time parameters. ``spec[feature]`` is what the kernel has of a feature. ``gradients``
-    are those of query, key and value that a backward computes, and () in a forward. Rows of query,
+    are those of query, key and value that a backward computes or that have a tangent, and () in a
+    forward. Rows of query,
     key, value, output and gradients begin at multiples of ``alignment`` bytes. ``pack_heads`` is
     whether tiles of a split forward have the rows of all query heads that share a key head, and
     ``split_q`` whether CTAs of a backward may share a KV block.
@@ -257,7 +266,7 @@ class KernelSpec:
         kernel = self.kernel
         words = [
             "fmha",
-            "fwd" if self.direction == "forward" else "bwd",
+            _DIRECTION_WORDS[self.direction],
             self.dtype,
             kernel.dims_word(self),
             f"{self.tile.query}x{self.tile.key}",
@@ -265,7 +274,7 @@ class KernelSpec:
         ]
         words += [feature.tag(self[feature], kernel) for feature in registry.FEATURES]
         words += [f"align{self.alignment}"] if self.alignment != 16 else []
-        if self.direction == "backward" and self.gradients != SPEC_GRADIENTS:
+        if self.direction != "forward" and self.gradients != SPEC_GRADIENTS:
             words.append("".join(f"d{gradient[0]}" for gradient in self.gradients) or "only")
         words += [feature.gradient_tag(self[feature]) for feature in registry.FEATURES]
         words += [*kernel.gradient_words(self), self.family]
@@ -380,7 +389,7 @@ class KernelSpec:
         """The order of ``closure``: little padding, then few split rows, then large tiles."""
         return (
             FAMILIES.index(self.family),
-            ("forward", "backward").index(self.direction),
+            DIRECTIONS.index(self.direction),
             SPEC_DTYPES.index(self.dtype),
             self.padded_head_dim,
             self.padded_value_dim,

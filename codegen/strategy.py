@@ -74,6 +74,15 @@ class Strategy:
 
 PLAIN = Strategy()
 
+
+def of_direction(direction: str) -> tuple[Strategy, ...]:
+    """The strategies that a direction has besides the plain one."""
+    return {
+        "forward": tuple(Strategy(query_rows=rows) for rows in QUERY_ROWS),
+        "backward": (Strategy(split_q=True),),
+    }.get(direction, ())
+
+
 _forced: ContextVar[dict[str, Strategy]] = ContextVar("strategies")
 
 
@@ -107,6 +116,8 @@ def choose(problem: Problem, sizes: Sizes, multiprocessors: int) -> Strategy:
         return strategy
     if problem.direction == "forward":
         return Strategy(query_rows=query_rows(problem, sizes, multiprocessors))
+    if problem.direction == "tangent":
+        return PLAIN
     return Strategy(split_q=q_splits(sizes, multiprocessors) > 1)
 
 

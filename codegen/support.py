@@ -6,7 +6,7 @@ from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import gpu
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.kernels.bases.families import LARGE_DIM, UNALIGNED_ROWS
-from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import PLAIN, Strategy
 
@@ -25,6 +25,8 @@ def family_reasons(problem: Problem) -> list[str]:
         reasons.append(f"float64 has no kernel: {_XLA}, or cast to bfloat16 or float16")
     for feature in FEATURES:
         reasons += feature.family_reasons(problem)
+    if problem.direction == "tangent":
+        reasons += _tangent_reasons(problem)
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
         if dim > LARGE_DIM:
             reasons.append(f"{name} is {dim}, and the largest with a kernel is {LARGE_DIM}: {_XLA}")
@@ -32,6 +34,23 @@ def family_reasons(problem: Problem) -> list[str]:
         reasons.append(
             f"the tensor cores of {problem.arch} do not multiply {_DTYPE_NAMES[problem.dtype]}: "
             f"cast to float16, or {_XLA}"
+        )
+    return reasons
+
+
+def _tangent_reasons(problem: Problem) -> list[str]:
+    reasons = []
+    if not gpu.has_wgmma(problem.arch):
+        reasons.append(
+            f"tangents have kernels for sm_90a, not for {problem.arch}: they are computed in plain "
+            "JAX"
+        )
+    if problem.dtype in F32_DTYPES:
+        reasons.append("float32 tangents have no kernel: they are computed in plain JAX")
+    if problem.alignment < 16:
+        reasons.append(
+            "the kernels of tangents need head dims that are multiples of 8, got "
+            f"{problem.head_dim} and {problem.value_dim}: others are computed in plain JAX"
         )
     return reasons
 

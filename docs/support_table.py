@@ -37,7 +37,16 @@ class Row:
 
     @property
     def text(self) -> str:
-        return f"| {self.title} | {self._cell('forward')} | {self._cell('backward')} | yes |"
+        cells = (self._cell("forward"), self._cell("backward"), self._tangent_cell(), "yes")
+        return f"| {self.title} | {' | '.join(cells)} |"
+
+    def _tangent_cell(self) -> str:
+        """Tangents have kernels on Hopper; others are computed on the blockwise path. Paged calls
+        have no derivative.
+        """
+        if any("pages" in asked for asked in self.features):
+            return "no"
+        return "yes" if self._cell("tangent") == "yes" else "blockwise"
 
     def _cell(self, direction: str) -> str:
         """ "yes" when a kernel exists for every problem, else what its absence means."""
@@ -102,7 +111,10 @@ ROWS = (
 
 def table() -> str:
     """The table in Markdown, with a line break at its end."""
-    header = "| | CUDA forward | CUDA backward | blockwise path |\n|---|---|---|---|\n"
+    header = (
+        "| | CUDA forward | CUDA backward | CUDA tangents (`forward_mode`) | blockwise path |\n"
+    )
+    header += "|---|---|---|---|---|\n"
     return header + "".join(f"{row.text}\n" for row in ROWS)
 
 

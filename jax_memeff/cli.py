@@ -7,6 +7,7 @@ arguments, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import re
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,13 @@ from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features import BY_NAME, FEATURES, FUNCTIONS, SOFT_CAP
 from jax_memeff.codegen.kernels.bases.families import PADDED_DIMS
-from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, Direction, Problem
+from jax_memeff.codegen.problem import (
+    DIRECTIONS,
+    DTYPES,
+    REQUIRED_DIRECTIONS,
+    Direction,
+    Problem,
+)
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
 from jax_memeff.codegen.support import family_reasons
@@ -107,7 +114,15 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
         if reasons:
             code = 1
             continue
-        selected = select.select(problem, strategy)
+        try:
+            selected = select.select(problem, strategy)
+        except UnsupportedError as error:
+            if problem.direction in REQUIRED_DIRECTIONS:
+                raise
+            for reason in error.reasons[1:]:
+                out.print(f"  {reason}", style="red", markup=False)
+            code = 1
+            continue
         table = new_table("kernel", "shared bytes", "verdict")
         for spec, refused in select.explain(problem, strategy):
             verdict = "; ".join(refused) or (
@@ -211,7 +226,11 @@ def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
     if not options.page_size:  # paged calls have no gradient
         for sums in (False, True):
             problems[_problem(options, arch, "backward", sums_gradients=sums)] = None
-    return dict.fromkeys(spec for problem in problems for spec in select.select_all(problem))
+    found = dict.fromkeys(spec for problem in problems for spec in select.select_all(problem))
+    with contextlib.suppress(UnsupportedError):  # then tangents are computed in plain JAX
+        tangents = _problem(options, arch, "tangent", sums_gradients=False)
+        found |= dict.fromkeys(select.select_all(tangents))
+    return found
 
 
 def _add_rows(table: Table, spec: KernelSpec, arch: str, compiled: Compiled) -> None:

@@ -220,7 +220,9 @@ def _access(asked: AskedBias, kernel: Kernel) -> BiasAccess:
 
 def _gradient(asked: AskedBias, problem: Problem, kernel: Kernel) -> BiasGradient:
     """A gradient that is broadcast over columns needs no sum."""
-    if asked.layout == "rows" or "bias" not in problem.needs_grad:
+    if problem.direction != "backward" or "bias" not in problem.needs_grad:
+        return "none"
+    if asked.layout == "rows":
         return "none"
     if asked.layout == "shared" and (problem[DETERMINISTIC] or not kernel.sums_common_bias):
         return "dbias_kernel"

@@ -183,7 +183,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
 
     def family_reasons(self, problem: Problem) -> list[str]:
         asked, reasons = problem[self], []
-        if asked.size and problem.direction == "backward":
+        if asked.size and problem.direction != "forward":
             reasons.append("paged keys have no gradient: call varlen_attention")
         if asked.dtype != "query":
             reasons += _float8_reasons(problem)

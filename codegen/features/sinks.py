@@ -18,7 +18,8 @@ class Sinks(Flag):
     """
 
     def compiled(self, problem: Problem, kernel: Kernel) -> bool:
-        return problem[self] and (problem.direction == "forward" or "sinks" in problem.needs_grad)
+        needed = problem.direction == "backward" and "sinks" in problem.needs_grad
+        return problem[self] and (problem.direction == "forward" or needed)
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
         if not spec[self]:

@@ -18,38 +18,24 @@ from jax_memeff.codegen.kernels.bases.families import (
     EVERY_MODIFIER,
     PROBABILITY_MODIFIERS,
     WARPGROUP_ROWS,
-    WgmmaKernel,
-    WgmmaTile,
     modifiers,
     panel_columns,
-    query_tile_grid,
     tile_columns,
 )
-from jax_memeff.codegen.launch import EntryPoint, TensorMap, Workspace
+from jax_memeff.codegen.kernels.bases.persistent_sm90 import PersistentSm90, PersistentTile
+from jax_memeff.codegen.launch import TensorMap
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
-
-# ``TileCounter`` of ffi/include/memeff/params.h.
-_TILE_COUNTER_WORDS = 4
 
 _LEAST_TILE = 64
 """Each head dim has a tile whose rows and columns are this number or twice this number."""
 
-_TILE_RING = 4
-"""The slots of the ring of work tiles."""
-_WORK_TILE_BYTES = 16
-
 
 @dataclasses.dataclass(frozen=True)
-class Tile(WgmmaTile):
+class Tile(PersistentTile):
     """A row of the table of a forward."""
 
-    query_stages: int = 2
-    """Buffers of queries. With two the queries of the next work tile arrive while these are
-    read.
-    """
     consumer_groups: int = 1
     """Groups of consumers that share the ``query`` rows and take their KV blocks in turn, for calls
     with few tiles. It divides ``stages``."""
@@ -266,14 +252,13 @@ ALIGNED_DIMS = (160,)
 """
 
 
-class FmhaFwdSm90(WgmmaKernel):
+class FmhaFwdSm90(PersistentSm90):
     """The forward of wgmma for 16-bit elements."""
 
     stem = "fmha_fwd_sm90"
     direction = "forward"
     class_name = "FmhaForwardSm90"
     reads_pages = True
-    persistent = True
     tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
 
     def padded_rows(self) -> Iterator[Row]:
@@ -325,12 +310,7 @@ class FmhaFwdSm90(WgmmaKernel):
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Rings of query, key and value tiles, the columns that a linear score function
-        multiplies, the bias of each warp's rows, the outputs that consumer groups merge, and
-        barriers.
-
-        Each buffer has two barriers; a buffer of queries has two for every 64 rows. Each slot of
-        the ring of work tiles also has a work tile, and two more barriers, which say when the next
-        work tile may be taken.
+        multiplies, the outputs that consumer groups merge, and ``ring_bytes``.
         """
         tile = _tile(spec)
         row_warpgroups = self.consumers(spec) // tile.consumer_groups
@@ -339,13 +319,11 @@ class FmhaFwdSm90(WgmmaKernel):
             self.operand_bytes(spec, tile.key, columns)
             for columns in (spec.padded_head_dim, spec.padded_value_dim)
         )
-        buffers = tile.query_stages * row_warpgroups + 2 * tile.stages + 2 * _TILE_RING
-        control = buffers * shared_memory.PIPELINE_BYTES + _TILE_RING * _WORK_TILE_BYTES
-        bias = spec.computing_threads // 32 * shared_memory.bias_bytes(spec, 16)
         operands = tile.query_stages * queries + tile.stages * (keys + values)
         if self.adds_by_products(spec):
             operands += tile.key * _COLUMN_ROW_BYTES
-        return operands + bias + shared_memory.merge_bytes(spec, tile.consumer_groups, 2) + control
+        merged = shared_memory.merge_bytes(spec, tile.consumer_groups, 2)
+        return operands + merged + self.ring_bytes(spec)
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
         head, value = panel_columns(spec.padded_head_dim), panel_columns(spec.padded_value_dim)
@@ -355,25 +333,14 @@ class FmhaFwdSm90(WgmmaKernel):
             TensorMap("value", key_box_rows(spec), value),
         )
 
-    def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        grid = query_tile_grid(spec)._replace(most_per_sm=1)  # persistent blocks
-        parts = spec.tile.query // WARPGROUP_ROWS
-        return (self.main(spec, grid, spec.block_mask("queries", parts=parts)),)
-
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         tile = _tile(spec)
         return {
             **super().constants(spec),
-            "kQueryStages": tile.query_stages,
             "kConsumerGroups": tile.consumer_groups,
             "kOutputFirst": tile.output_first,
             "kLinearScores": self.adds_by_products(spec),
         }
-
-    def workspaces(
-        self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
-    ) -> Iterator[Workspace]:
-        yield Workspace("tile_counter", (_TILE_COUNTER_WORDS,), "int32")
 
 
 def _tile(spec: KernelSpec) -> Tile:

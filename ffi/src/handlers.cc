@@ -59,15 +59,19 @@ XLA_FFI_DEFINE_HANDLER(kInstantiateForward, instantiate<Direction::kForward>,
                        ffi::Ffi::BindInstantiate().Attrs(), kTraits);
 XLA_FFI_DEFINE_HANDLER(kInstantiateBackward, instantiate<Direction::kBackward>,
                        ffi::Ffi::BindInstantiate().Attrs(), kTraits);
+XLA_FFI_DEFINE_HANDLER(kInstantiateTangent, instantiate<Direction::kTangent>,
+                       ffi::Ffi::BindInstantiate().Attrs(), kTraits);
 XLA_FFI_DEFINE_HANDLER(kInitialize, initialize, bind_initialize(), kTraits);
 XLA_FFI_DEFINE_HANDLER(kForward, execute<launch_forward>, bind_execute(), kTraits);
 XLA_FFI_DEFINE_HANDLER(kBackward, execute<launch_backward>, bind_execute(), kTraits);
+XLA_FFI_DEFINE_HANDLER(kTangent, execute<launch_tangent>, bind_execute(), kTraits);
 
 }  // namespace
 
 std::vector<Target> targets() {
   return {{"jax_memeff_forward", kInstantiateForward, kInitialize, kForward},
-          {"jax_memeff_backward", kInstantiateBackward, kInitialize, kBackward}};
+          {"jax_memeff_backward", kInstantiateBackward, kInitialize, kBackward},
+          {"jax_memeff_tangent", kInstantiateTangent, kInitialize, kTangent}};
 }
 
 XLA_FFI_TypeId* call_type_id() { return &Call::id; }

@@ -11,9 +11,9 @@ from jax_memeff.codegen.spec import KernelSpec
 
 def grid(spec: KernelSpec, sequence: int) -> str:
     """The number of tiles of a kernel for so many rows, or columns in a backward."""
-    forward = spec.direction == "forward"
-    tile = spec.tile.query if forward else spec.tile.key
-    rows, heads = ("query", "query heads") if forward else ("key", "key heads")
+    by_keys = spec.direction == "backward"
+    tile = spec.tile.key if by_keys else spec.tile.query
+    rows, heads = ("key", "key heads") if by_keys else ("query", "query heads")
     count = -(-sequence // tile)
     if spec.kernel.splits_keys:
         return f"{count} tiles of {tile} rows; as many splits of the keys as fill the device"

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff.codegen import features
 from jax_memeff.codegen.launch import PACKED_ROW_DIMS, ROW_DIMS
+from jax_memeff.codegen.problem import Direction
 from jax_memeff.codegen.spec import KernelSpec
 
 _MAGIC = b"\x89MEMEFF\n"
@@ -46,6 +47,11 @@ _DIMS = {
     "key_gradient": "B S K H",
     "value_gradient": "B S K Hv",
     "bias_gradient": "B~ N? T? S?",
+    "query_tangent": "B T N H",
+    "key_tangent": "B S K H",
+    "value_tangent": "B S K Hv",
+    "out_tangent": "B T N Hv",
+    "logsumexp_tangent": ROW_DIMS,
 }
 """The dims of the arrays of a call. Workspaces get "...", because only the seal covers their
 sizes."""
@@ -65,6 +71,11 @@ _VARLEN_DIMS = {
     "query_gradient": "1 query_tokens N H",
     "key_gradient": "1 key_tokens K H",
     "value_gradient": "1 key_tokens K Hv",
+    "query_tangent": "1 query_tokens N H",
+    "key_tangent": "1 key_tokens K H",
+    "value_tangent": "1 key_tokens K Hv",
+    "out_tangent": "1 query_tokens N Hv",
+    "logsumexp_tangent": PACKED_ROW_DIMS,
 }
 """The dims of the arrays of a call with packed sequences."""
 
@@ -163,7 +174,7 @@ def names(buffers: Sequence[Buffer], divisors: Mapping[str, int]) -> str:
     return ",".join("+".join(map(with_divisor, buffer.name.split("+"))) for buffer in buffers)
 
 
-def seal(direction: Literal["forward", "backward"], attributes: Mapping[str, Any]) -> bytes:
+def seal(direction: Direction, attributes: Mapping[str, Any]) -> bytes:
     """The digest of the attributes of a call: ``seal_of`` of ffi/src/launch/call.cc."""
     texts = ("operands", "operand_types", "results", "result_types")
     numbers = ("scale", "windows", "numbers", "longest", "bias_alignment")

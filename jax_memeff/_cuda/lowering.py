@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,17 +48,11 @@ from jax_memeff._cuda.problem import Call, bias_alignment, problem_of
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import strategy
 from jax_memeff.codegen.features import FEATURES
+from jax_memeff.codegen.problem import Direction
 from jax_memeff.codegen.select import select
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.errors import UnsupportedError
-
-_FORWARD_TARGET = "jax_memeff_forward"
-_BACKWARD_TARGET = "jax_memeff_backward"
-_DIRECTIONS: dict[str, Literal["forward", "backward"]] = {
-    _FORWARD_TARGET: "forward",
-    _BACKWARD_TARGET: "backward",
-}
 
 # ``kUnbounded`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
 UNBOUNDED = 1 << 30
@@ -67,7 +61,7 @@ UNBOUNDED = 1 << 30
 LEAST_SOFTMAX_SCALE = 1e-6
 
 # lse is [B, T, N] for users and [B, N, T] in memory; minor to major.
-_ROW_STATISTICS = (1, 2, 0)
+ROW_STATISTICS = (1, 2, 0)
 
 
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
@@ -95,7 +89,7 @@ def _lower_forward(
     inputs = buffers.of_operands(ctx, types, operands, options)
     inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
     names = ("out", "logsumexp", "row_maxima")
-    layouts = (None, _ROW_STATISTICS, _ROW_STATISTICS)
+    layouts = (None, ROW_STATISTICS, ROW_STATISTICS)
     results = [
         Buffer(name, aval, layout=layout)
         for name, aval, layout in zip(names, ctx.avals_out, layouts, strict=False)
@@ -105,14 +99,14 @@ def _lower_forward(
         result._replace(name=f"filled_{result.name}", value=value)
         for result, value in zip(results, filled, strict=False)
     ]
-    found = _custom_call(
+    found = custom_call(
         ctx,
-        _FORWARD_TARGET,
+        "forward",
         inputs,
-        [*results, *_workspaces(avals, options, specs)],
+        [*results, *workspace_buffers(avals, options, specs)],
         specs=specs,
         aliased=aliased,
-        **_scores(avals, options),
+        **scores(avals, options),
     )[: len(results)]
     if not options.row_maxima:
         return found
@@ -173,7 +167,7 @@ def _lower_kernels(
         ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),
         residual_avals,
         residuals,
-        (None, _ROW_STATISTICS, None, _ROW_STATISTICS),
+        (None, ROW_STATISTICS, None, ROW_STATISTICS),
         strict=True,
     )
     gradients = _gradient_buffers(types, needs_grad, ctx.avals_out, residual_avals[1], options)
@@ -182,19 +176,19 @@ def _lower_kernels(
         of_leaves = functools.partial(exact_sums.scale, tree=tree, options=options)
         scale = buffers.computed(ctx, "captured_scale", of_leaves, ctx.avals_in, leaves)
         inputs.append(scale)
-    results = _custom_call(
+    results = custom_call(
         ctx,
-        _BACKWARD_TARGET,
+        "backward",
         [
             *inputs,
             *(Buffer(*buffer) for buffer in named if buffer[1] is not None),
         ],
         [
             *gradients,
-            *_workspaces(avals, options, specs),
+            *workspace_buffers(avals, options, specs),
         ],
         specs=specs,
-        **_scores(avals, options),
+        **scores(avals, options),
     )[: len(gradients)]
 
     # XLA computes the gradient of the sinks from the delta that the kernels leave.
@@ -232,7 +226,7 @@ def _gradient_buffers(
     found = []
     for name, aval in zip(names, avals, strict=True):
         if name == "sinks":
-            found.append(Buffer("delta", row_aval, layout=_ROW_STATISTICS))
+            found.append(Buffer("delta", row_aval, layout=ROW_STATISTICS))
         elif name == "query_key_value":
             found.append(Buffer("query_gradient+key_gradient+value_gradient", aval))
         elif name.startswith("captured."):
@@ -246,7 +240,9 @@ def _gradient_buffers(
     return found
 
 
-def _workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:
+def workspace_buffers(
+    avals: Operands, options: Options, specs: dict[str, KernelSpec]
+) -> list[Buffer]:
     sizes = workspaces.sizes_of(avals, options.divisors)
     return list(itertools.starmap(Buffer, workspaces.of_kernels(sizes, specs.values())))
 
@@ -256,6 +252,7 @@ def kernels(
     options: Options,
     needs_grad: NeedsGrad | None,
     archs: Sequence[str] = (),
+    is_tangent: bool = False,
 ) -> dict[str, KernelSpec]:
     """The kernel for each architecture, by default those that the program may run on."""
     require_static(
@@ -269,7 +266,8 @@ def kernels(
         remedy="export a program for each size, or pass implementation='xla'",
     )
     _require_lengths(avals)
-    return {arch: kernel_of(avals, options, needs_grad, arch) for arch in archs or _architectures()}
+    call = Call(avals, options, needs_grad, is_tangent)
+    return {arch: kernel_of(call, arch) for arch in archs or _architectures()}
 
 
 def kernels_of_call(
@@ -303,17 +301,19 @@ def digest(
     Raises:
         UnsupportedError, CompileError: as the lowering would.
     """
-    specs = kernels_of_call(avals, tree=tree, options=options, needs_grad=needs_grad)
+    return digest_of(kernels_of_call(avals, tree=tree, options=options, needs_grad=needs_grad))
+
+
+def digest_of(specs: Sequence[Mapping[str, KernelSpec]]) -> bytes:
+    """A digest that changes with these kernels, their sources or the compiler."""
     keys = [compiler.key(spec, arch) for own in specs for arch, spec in own.items()]
     return hashlib.sha256(repr((specs, keys)).encode()).digest()
 
 
-def kernel_of(
-    avals: Operands, options: Options, needs_grad: NeedsGrad | None, arch: str
-) -> KernelSpec:
+def kernel_of(call: Call, arch: str) -> KernelSpec:
     """The kernel of a call on one architecture."""
-    problem = problem_of(Call(avals, options, needs_grad), arch)
-    sizes = workspaces.sizes_of(avals, options.divisors)
+    problem = problem_of(call, arch)
+    sizes = workspaces.sizes_of(call.operands, call.options.divisors)
     return select(problem, strategy.choose(problem, sizes, strategy.MULTIPROCESSORS))
 
 
@@ -328,7 +328,7 @@ def _require_lengths(avals: Operands) -> None:
         )
 
 
-def _scores(avals: Operands, options: Options) -> dict[str, Any]:
+def scores(avals: Operands, options: Options) -> dict[str, Any]:
     """The attributes in ffi/src/launch/call.h: ScoreScale, the windows of MaskParams, and so on."""
     scale, cap = options.scale, options.soft_cap
     log2e = math.log2(math.e)
@@ -402,9 +402,9 @@ def _architectures() -> tuple[str, ...]:
     return tuple(architectures.of_capability(*capability) for capability in sorted(capabilities))
 
 
-def _custom_call(
+def custom_call(
     ctx: mlir.LoweringRuleContext,
-    target: str,
+    direction: Direction,
     operands: list[Buffer],
     results: list[Buffer],
     *,
@@ -416,7 +416,7 @@ def _custom_call(
     """The custom call; ``aliased`` operands are written in place and become these results."""
     register_targets()
     lower = jax.ffi.ffi_lowering(
-        target,
+        f"jax_memeff_{direction}",
         operand_layouts=buffers.layouts(operands),
         result_layouts=buffers.layouts(results),
         operand_output_aliases=dict(aliased or {}),
@@ -437,7 +437,7 @@ def _custom_call(
         context,
         *(buffer.value for buffer in operands),
         **attributes,
-        seal=description.seal(_DIRECTIONS[target], attributes),
+        seal=description.seal(direction, attributes),
     )
 
 

@@ -13,7 +13,7 @@ from jax_memeff._cuda import functions
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.features.bias import BiasLayout
 from jax_memeff.codegen.features.functions import AskedFunctions
-from jax_memeff.codegen.problem import Dtype, Problem
+from jax_memeff.codegen.problem import Direction, Dtype, Problem
 
 _DTYPES: dict[str, Dtype] = {
     "float16": "f16",
@@ -33,7 +33,15 @@ class Call:
     """Their types."""
     options: Options
     needs_grad: NeedsGrad | None
-    """None in a forward."""
+    """None in a forward; in a call for tangents the operands that have one."""
+    is_tangent: bool = False
+
+    @property
+    def direction(self) -> Direction:
+        """What the kernels compute."""
+        if self.is_tangent:
+            return "tangent"
+        return "forward" if self.needs_grad is None else "backward"
 
     @property
     def mask_kinds(self) -> frozenset[str]:
@@ -43,7 +51,8 @@ class Call:
     @property
     def functions(self) -> AskedFunctions | None:
         """The user's functions, without the values of their literals."""
-        return functions.asked(self.operands, self.options, self.needs_grad)
+        needs_grad = None if self.is_tangent else self.needs_grad
+        return functions.asked(self.operands, self.options, needs_grad)
 
     @property
     def windows(self) -> tuple[Window | None, Window | None]:
@@ -94,15 +103,22 @@ class Call:
 def problem_of(call: Call, arch: str) -> Problem:
     """The problem of a call on an architecture."""
     return Problem(
-        direction="forward" if call.needs_grad is None else "backward",
+        direction=call.direction,
         dtype=_dtype(call.operands, call.options),
         head_dim=call.operands.query.shape[3],
         value_dim=call.operands.value_dim,
         arch=arch,
         features={feature.name: feature.asked_by(call) for feature in FEATURES},
-        # The gradients of captured arrays are part of the feature.
-        needs_grad=() if call.needs_grad is None else call.needs_grad._replace(captured=()).names,
+        needs_grad=_needs_grad(call),
     )
+
+
+def _needs_grad(call: Call) -> tuple[str, ...]:
+    if call.needs_grad is None:
+        return ()
+    # The gradients of captured arrays are part of the feature, but not their tangents.
+    names = call.needs_grad._replace(captured=()).names
+    return (*names, "captured") if call.is_tangent and any(call.needs_grad.captured) else names
 
 
 def _dtype(avals: Operands, options: Options) -> Dtype:

@@ -177,6 +177,18 @@ def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any)
     return lowering.lower_backward(ctx, *operands, **params)
 
 
+def _cuda_tangent(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
+    from jax_memeff._cuda.derivatives import tangents
+
+    return tangents.lower_tangent(ctx, *operands, **params)
+
+
+def _tangent_digest(avals: Sequence[Any], **params: Any) -> bytes:
+    from jax_memeff._cuda.derivatives import tangents
+
+    return tangents.digest(avals, **params)
+
+
 def _kernel_digest(avals: Sequence[Any], **params: Any) -> bytes:
     from jax_memeff._cuda import lowering
 
@@ -187,7 +199,8 @@ def _register(
     primitive: Primitive,
     types: Callable,
     in_jax: Callable,
-    on_cuda: Callable | None,
+    on_cuda: Callable,
+    kernel_digest: Callable[..., bytes] = _kernel_digest,
 ) -> None:
     lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
 
@@ -218,10 +231,9 @@ def _register(
     compat.lower_with_devices(primitive)
     primitive.def_abstract_eval(types)
     compat.compile_at_once(primitive)
-    mlir.register_lowering(primitive, default_lowering if on_cuda is None else anywhere)
-    if on_cuda is not None:
-        kernels = by_shards(primitive, on_cuda, _kernel_digest)
-        mlir.register_lowering(primitive, functools.partial(cuda, kernels), platform="cuda")
+    mlir.register_lowering(primitive, anywhere)
+    kernels = by_shards(primitive, on_cuda, kernel_digest)
+    mlir.register_lowering(primitive, functools.partial(cuda, kernels), platform="cuda")
     batching.primitive_batchers[primitive] = functools.partial(rule, primitive)
 
 
@@ -241,5 +253,6 @@ _register(
     attention_tangent_p,
     types=_tangent_types,
     in_jax=tangent_in_jax,
-    on_cuda=None,
+    on_cuda=_cuda_tangent,
+    kernel_digest=_tangent_digest,
 )

@@ -62,7 +62,8 @@ def forward_mode() -> AbstractContextManager[None]:
     ``jax.linearize`` refuse. Calls that are traced in this context are not. Results, gradients,
     reverse mode and ``jax.checkpoint`` are the same as outside.
 
-    Tangents are computed on the blockwise path, on every platform, at linear memory.
+    On Hopper a kernel computes the tangents of 16-bit calls (docs/guide/transforms.md). Other
+    tangents are computed on the blockwise path, on every platform, at linear memory.
 
     >>> import jax, jax.numpy as jnp, jax_memeff
     >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))

@@ -317,7 +317,7 @@ def test_build_compiles_the_kernels_that_a_call_with_the_function_finds(
     )
     assert code == 0
     built = {spec for spec, _ in jobs}
-    assert {spec.direction for spec in built} == {"forward", "backward"}
+    assert {spec.direction for spec in built} == {"forward", "backward", "tangent"}
 
     model = importlib.import_module("user_model")
     for argnums in (0, (0, 1)):

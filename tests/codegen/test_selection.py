@@ -12,7 +12,7 @@ from jax_memeff.codegen.features import BIAS, FUNCTIONS, AskedBias, AskedPages
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.kernels.bases.families import LARGE_DIM, MmaTile
 from jax_memeff.codegen.kernels.fmha_fwd_split_sm80 import Tile as SplitTile
-from jax_memeff.codegen.problem import DIRECTIONS
+from jax_memeff.codegen.problem import REQUIRED_DIRECTIONS
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import SPEC_DTYPES
 from jax_memeff.codegen.strategy import Strategy
@@ -109,7 +109,7 @@ def test_row_counts_of_split_kernels():
     "features", [{}, {"bias": AskedBias("16")}, {"bias": AskedBias("32")}], ids=str
 )
 @pytest.mark.parametrize("arch", PARTS)
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("direction", REQUIRED_DIRECTIONS)
 def test_every_pair_of_head_dims_has_a_kernel(arch, direction, features):
     # Dims are padded to multiples of 32: the largest and the smallest dims of each multiple.
     sizes = [size for end in range(32, 257, 32) for size in (end - 24, end)]
@@ -129,7 +129,7 @@ def test_every_pair_of_head_dims_has_a_kernel(arch, direction, features):
     ("dims", "alignment"),
     [((7, 7), 2), ((66, 64), 4), ((64, 66), 4), ((100, 72), 8), ((24, 56), 16), ((1, 256), 2)],
 )
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("direction", REQUIRED_DIRECTIONS)
 def test_rows_begin_at_what_the_dims_allow(direction, dims, alignment):
     asked = problem(direction, "f16", *dims)
     spec = select.select(asked)
@@ -142,7 +142,7 @@ def test_rows_begin_at_what_the_dims_allow(direction, dims, alignment):
 
 
 @pytest.mark.parametrize("arch", PARTS[1:])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("direction", REQUIRED_DIRECTIONS)
 @pytest.mark.parametrize("dtype", ["f32", "tf32"])
 def test_every_pair_of_float32_head_dims_has_a_kernel(arch, direction, dtype):
     widest = 128 if (arch, direction) == ("sm_86", "backward") else 256
@@ -164,7 +164,7 @@ def test_float32_names_how_it_is_multiplied():
 @pytest.mark.parametrize(
     ("arch", "dtype"), [("sm_80", "f16"), ("sm_75", "f16"), ("sm_86", "f32"), ("sm_90a", "tf32")]
 )
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("direction", REQUIRED_DIRECTIONS)
 @pytest.mark.parametrize(
     "features", [{}, {"varlen": True}, {"bias": AskedBias("16")}, {"bias": AskedBias("32")}]
 )
@@ -224,7 +224,7 @@ ONLY_LARGE_DIM = {
 def test_tuned_dims_are_not_padded_further(dtype, features):
     """Without this test a tile that does not fit would silently pad its problems further."""
     sm80_only = [arch for arch in PARTS if arch != gpu.WGMMA_ARCH]
-    for arch, direction in itertools.product(sm80_only, DIRECTIONS):
+    for arch, direction in itertools.product(sm80_only, REQUIRED_DIRECTIONS):
         for dims in select.TUNED_DIMS:
             asked = problem(direction, dtype, *dims, arch, **features)
             if not support.family_reasons(asked):

@@ -8,7 +8,7 @@ from problems import problem
 
 from jax_memeff.codegen import emit, select, support
 from jax_memeff.codegen.features import FEATURES, AskedBias
-from jax_memeff.codegen.problem import DIRECTIONS
+from jax_memeff.codegen.problem import REQUIRED_DIRECTIONS
 from jax_memeff.errors import UnsupportedError
 
 
@@ -30,7 +30,7 @@ def test_a_feature_makes_kernels_of_its_own_and_says_why_others_do_not_fit(featu
     assert feature.from_flags(parser.parse_args([])) == feature.off == plain[feature]
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("direction", REQUIRED_DIRECTIONS)
 @pytest.mark.parametrize(
     "changes",
     [

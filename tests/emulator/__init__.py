@@ -19,6 +19,7 @@ from jax.interpreters import mlir
 
 from jax_memeff import _ffi
 from jax_memeff._cuda import lowering as cuda
+from jax_memeff._cuda.derivatives import tangents
 from jax_memeff._op import primitives
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen.spec import KernelSpec
@@ -42,6 +43,7 @@ def install() -> None:
     cuda.register_targets = lambda: None
     mlir.register_lowering(primitives.attention_fwd_p, cuda.lower_forward, platform="cpu")
     mlir.register_lowering(primitives.attention_bwd_p, cuda.lower_backward, platform="cpu")
+    mlir.register_lowering(primitives.attention_tangent_p, tangents.lower_tangent, platform="cpu")
 
 
 def configure(arch: str, *, multiprocessors: int = 3, seed: int = 0) -> None:

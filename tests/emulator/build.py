@@ -120,7 +120,7 @@ def library_of(spec: KernelSpec) -> Path:
     batch = _announced.get(text, (text,))
     if len(batch) == 1:
         return kernel_library(spec.name, text)
-    return kernel_library(f"{spec.kernel.stem}_batch", joined(batch))
+    return kernel_library(f"{spec.kernel.stem.rpartition('/')[2]}_batch", joined(batch))
 
 
 def _link(spec: KernelSpec) -> Path:

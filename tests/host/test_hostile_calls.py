@@ -74,9 +74,17 @@ def mapped(queries, key, value, bias):
     return jax.vmap(lambda query: loss(query, key, value, bias=bias))(queries).sum()
 
 
+def tangents(query, key, value, *directions):
+    """Tangents of the first arguments."""
+    moving = (query, key, value)[: len(directions)]
+    constants = (query, key, value)[len(directions) :]
+    with jax_memeff.forward_mode():
+        return jax.jvp(lambda *arrays: ATTENTION(*arrays, *constants), moving, directions)
+
+
 @pytest.fixture(scope="module")
 def corpus():
-    """Calls of many kinds, forward and backward, for several architectures."""
+    """Calls of many kinds, in every direction, for several architectures."""
     with pytest.MonkeyPatch.context() as patch:
         from jax_memeff.codegen.toolchain import compile as compiler
 
@@ -106,6 +114,8 @@ def corpus():
             *record("sm_90a", jax.grad(qkv_packed), shape(B, T, 3, N, H)),
             *record("sm_90a", jax.grad(mapped, (0, 1, 2, 3)), *shared),
             *record("sm_90a", positioned, *operands(), shape(B, dtype="int32")),
+            *record("sm_90a", tangents, *operands(), *operands()),
+            *record("sm_90a", tangents, *operands(), *operands()[:1]),
         ]
     return calls
 

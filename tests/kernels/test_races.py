@@ -20,7 +20,7 @@ import pytest
 from attention_case import Case, assert_results_match, run_case
 from kernel_cases import CAUSAL
 
-from jax_memeff._call.operands import Gradients
+from jax_memeff._call.operands import Gradients, gradients_of
 from jax_memeff._op import primitives
 from jax_memeff.codegen.gpu import WGMMA_ARCH
 from jax_memeff.codegen.kernels import fmha_bwd_sm90
@@ -115,6 +115,10 @@ def results(case, arrays, zero):
     gradients = primitives.backward(operands, case.options, out, lse, dout, dlse, case.needs_grad)
     assert isinstance(gradients, Gradients)
     found = {"out": out, "lse": lse, "dk": gradients.key, "dv": gradients.value}
+    if lateness.has_tangents(case):
+        directions = {name: getattr(operands, name)[::-1] for name in lateness.TANGENTS}
+        given = gradients_of(operands, directions)
+        found["dout"], found["dlse"] = primitives.tangent(operands, case.options, out, lse, given)
     if case.deterministic or max(fmha_bwd_sm90.TILES) < case.H:
         found["dq"] = gradients.query
     return found if gradients.bias is None else {**found, "dbias": gradients.bias}

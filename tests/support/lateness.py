@@ -12,17 +12,21 @@ import jax.numpy as jnp
 import pytest
 from attention_case import Case
 
+from jax_memeff._call.operands import needs_grad_of
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff.codegen import emit, gpu
 from jax_memeff.codegen.kernels.bases.families import PADDED_DIMS, WgmmaTile
+from jax_memeff.codegen.kernels.bases.persistent_sm90 import PersistentTile
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import FmhaBwdSm90
 from jax_memeff.codegen.kernels.fmha_fwd_f16x3_sm90 import FmhaFwdF16x3Sm90
 from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm90 import FmhaFwdLargeDimSm90
-from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
+from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90
+from jax_memeff.codegen.kernels.tangent.fmha_tangent_sm90 import FmhaTangentSm90
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import PLAIN, Strategy, using
 
 SMALLEST_KEY_TILE = 32
+TANGENTS = ("query", "key", "value")
 
 
 def make_late(patch: pytest.MonkeyPatch) -> None:
@@ -53,6 +57,8 @@ def set_stages(stages: int | None) -> Iterator[None]:
                 for (head, value), tile in FmhaFwdLargeDimSm90.tiles.items()
             }
             patch.setattr(FmhaFwdLargeDimSm90, "tiles", large)
+        rows = FmhaTangentSm90.tiles.items()
+        patch.setattr(FmhaTangentSm90, "tiles", {dim: _fitting(row, stages) for dim, row in rows})
         rows = FmhaBwdSm90.tiles.items()
         patch.setattr(FmhaBwdSm90, "tiles", {dim: _staged(row, stages) for dim, row in rows})
         yield
@@ -62,7 +68,7 @@ def _staged(row: Sequence[WgmmaTile], stages: int) -> list[WgmmaTile]:
     return [dataclasses.replace(tile, stages=stages) for tile in row]
 
 
-def _fitting(row: Sequence[Tile], stages: int) -> list[Tile]:
+def _fitting(row: Sequence[PersistentTile], stages: int) -> list[PersistentTile]:
     """The tiles with this many stages, and smaller ones in case those do not fit."""
     large = [dataclasses.replace(tile, stages=stages) for tile in row]
     medium = [dataclasses.replace(tile, query_stages=1) for tile in large]
@@ -83,8 +89,18 @@ def kernels(case: Case) -> list[KernelSpec]:
         patch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)
         for needs_grad in (None, case.needs_grad) if has_backward(case) else (None,):
             found += cuda.kernels(operands, case.options, needs_grad).values()
+        if has_tangents(case):
+            needs_grad = needs_grad_of(operands, TANGENTS)
+            found += cuda.kernels(operands, case.options, needs_grad, is_tangent=True).values()
     assert all(spec.family == "sm90" for spec in found)
     return found
+
+
+def has_tangents(case: Case) -> bool:
+    """Whether Hopper has a kernel for the tangents of query, key and value of a case, with any
+    number of stages.
+    """
+    return case.dtype != "float32" and case.H < 256
 
 
 def count_other_runs(

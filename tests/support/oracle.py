@@ -195,18 +195,9 @@ def answer(
     """
     B, T, N, _ = operands.query.shape
     S = operands.key.shape[1]
-    valid = valid_elements(operands.mask, B, N, T, S, operands.position)
-    kept = kept_factors(operands, options)
-    bias = np.zeros((1, 1, 1, 1))
-    if operands.bias is not None:
-        bias = np.asarray(operands.bias).astype(np.float64)
-        valid = valid & (bias >= -1e37)
-    bias_shape = bias.shape
-    bias = np.broadcast_to(np.where(bias >= -1e37, bias, 0), valid.shape)
-
+    arrays, valid, kept = _arrays_of(operands, options)
+    bias_shape = (1, 1, 1, 1) if operands.bias is None else np.shape(operands.bias)
     dlse = np.zeros((B, T, N)) if dlse is None else dlse
-    sinks = _sinks_of_rows(operands, (B, N, T, 1))
-    arrays = (operands.query, operands.key, operands.value, bias, sinks)
     others = (kept, options.scale, dout, dlse)
     # Runs on the CPU: its compiler is independent of the GPU's and much faster for single
     # operations.
@@ -246,6 +237,54 @@ def answer(
         None if operands.sinks is None else np.abs(dsinks).sum((0, 2, 3))[None],
         maxima,
     )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames="soft_cap",
+    compiler_options={"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0},
+)
+def _tangents(arrays, directions, bias, sinks, valid, kept, scale, soft_cap):
+    def differentiable(query, key, value):
+        return formula(query, key, value, bias, sinks, valid, kept, scale, soft_cap)
+
+    return jax.jvp(differentiable, arrays, directions)[1]
+
+
+def tangents(
+    operands: Operands, options: Options, directions: Any, dtype: Any = np.float64
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tangents of output and logsumexp for those of query, key and value, in ``dtype``.
+
+    All operands must be finite, masked elements included.
+    """
+    arrays, valid, kept = _arrays_of(operands, options)
+    cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
+    with cpu, jax.enable_x64(np.dtype(dtype) == np.float64):
+        q, k, v, bias, sinks, dq, dk, dv, kept, scale = (
+            np.asarray(x).astype(np.float64).astype(dtype)
+            for x in (*arrays, *directions, kept, options.scale)
+        )
+        found = _tangents(
+            (q, k, v), (dq, dk, dv), bias, sinks, valid, kept, scale, options.soft_cap
+        )
+    dout, dlse = jax.tree.map(np.asarray, found)
+    return dout, dlse
+
+
+def _arrays_of(operands: Operands, options: Options) -> tuple[tuple, np.ndarray, np.ndarray]:
+    """Query, key, value, bias and sinks as ``formula`` takes them; valid elements, and factors."""
+    B, T, N, _ = operands.query.shape
+    S = operands.key.shape[1]
+    valid = valid_elements(operands.mask, B, N, T, S, operands.position)
+    bias = np.zeros((1, 1, 1, 1))
+    if operands.bias is not None:
+        bias = np.asarray(operands.bias).astype(np.float64)
+        valid = valid & (bias >= -1e37)
+    bias = np.broadcast_to(np.where(bias >= -1e37, bias, 0), valid.shape)
+    sinks = _sinks_of_rows(operands, (B, N, T, 1))
+    arrays = (operands.query, operands.key, operands.value, bias, sinks)
+    return arrays, valid, kept_factors(operands, options)
 
 
 def _sinks_of_rows(operands: Operands, shape: tuple[int, ...]) -> np.ndarray:

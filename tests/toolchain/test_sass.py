@@ -10,7 +10,7 @@ import together
 
 from jax_memeff.codegen import select
 from jax_memeff.codegen.features import AskedPages
-from jax_memeff.codegen.kernels.bases.families import WARPGROUP_THREADS
+from jax_memeff.codegen.kernels.bases.families import WARPGROUP_ROWS, WARPGROUP_THREADS
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS
 
@@ -103,3 +103,20 @@ def share_of_exponentials_under_a_product(spec, spilled, directory):
     assert code[end].operands[1] == "0x0"
     exponentials = [line for line in code[begin:end] if line.operation == "MUFU.EX2"]
     return len(exponentials) * WARPGROUP_THREADS / (spec.tile.query * spec.tile.key)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_exponentials_of_tangents_run_under_a_product(head_dim, tmp_path):
+    """ptxas would sink them below the wait for the tangents of the scores."""
+    spec = select.select(Problem("tangent", "bf16", head_dim, head_dim, "sm_90a"))
+    ((_, compiled),) = together.compiled([spec], "sm_90a")
+    assert compiled.warnings == ()
+    assert max(resource.spill_store for resource in compiled.resources) == 0
+    code = sass.functions(compiled.image, tmp_path)[spec.name]
+    assert sass.overwritten_operands(code) == []
+    waits = [place for place, line in enumerate(code) if line.operation == "WARPGROUP.DEPBAR.LE"]
+    (begin,) = (place for place in waits if code[place].operands[1] == "0x1")
+    end = min(place for place in waits if place > begin)
+    assert code[end].operands[1] == "0x0"
+    exponentials = [line for line in code[begin:end] if line.operation == "MUFU.EX2"]
+    assert len(exponentials) > 3 / 4 * WARPGROUP_ROWS * spec.tile.key / WARPGROUP_THREADS

@@ -159,6 +159,16 @@ struct ForwardParams {
   TileParts* tile_parts;  // [B, K, row tiles], see schedule/balanced_keys.cuh
 };
 
+// The first parameter of every tangent kernel. launch/tangent.cc fills it. `out` and `logsumexp`
+// are the results of the forward, which the kernel reads. A tangent that is zero has no data.
+struct TangentParams : ForwardParams {
+  TensorView query_tangent;  // with all batch indices, although a vmap may broadcast the operand
+  TensorView key_tangent;
+  TensorView value_tangent;
+  TensorView out_tangent;
+  float* logsumexp_tangent;  // [B, N, T] or [N, tokens]
+};
+
 // The first parameter of every backward kernel. launch/backward.cc fills it.
 struct BackwardParams {
   ProblemShape shape;
@@ -232,6 +242,13 @@ struct ForwardMaps {
   static constexpr int kOptional = 0;
 };
 
+// The tensor maps of a tangent kernel. The maps of tangents that are zero are zero.
+struct TangentMaps : ForwardMaps {
+  TensorMap query_tangent;
+  TensorMap key_tangent;
+  TensorMap value_tangent;
+};
+
 // The only tensor map of a kernel whose values are columns of the keys.
 struct KeyMap {
   TensorMap key;
@@ -260,10 +277,12 @@ static_assert(sizeof(DropoutParams) == 32, "host and device disagree on DropoutP
 static_assert(sizeof(TileCounter) == 16, "host and device disagree on TileCounter");
 static_assert(sizeof(TileParts) == 16, "host and device disagree on TileParts");
 static_assert(sizeof(ForwardParams) == 584, "host and device disagree on ForwardParams");
+static_assert(sizeof(TangentParams) == 784, "host and device disagree on TangentParams");
 static_assert(sizeof(BackwardParams) == 816, "host and device disagree on BackwardParams");
 static_assert(sizeof(ArrayView) == 120, "host and device disagree on ArrayView");
 static_assert(sizeof(ArrayTable) == 1920, "host and device disagree on ArrayTable");
 static_assert(sizeof(WithArrays<ForwardParams>) == 2504, "host and device disagree on WithArrays");
+static_assert(sizeof(WithArrays<TangentParams>) == 2704, "host and device disagree on WithArrays");
 static_assert(sizeof(WithArrays<BackwardParams>) == 2736, "host and device disagree on WithArrays");
 // Fields that features fill by their offsets (ParamsField of codegen/launch.py). NVRTC 13.0 has no
 // offsetof; the sizes above make both compilers agree.

@@ -17,6 +17,19 @@ constexpr size_t kMostMaps = 16;  // the size of MapTable
 constexpr size_t kMostEntryPoints = 8;
 constexpr size_t kMostFields = 64;
 
+// The size of the first parameter of a kernel, without the table of arrays.
+size_t params_bytes(Direction direction) {
+  switch (direction) {
+    case Direction::kForward:
+      return sizeof(ForwardParams);
+    case Direction::kBackward:
+      return sizeof(BackwardParams);
+    case Direction::kTangent:
+      return sizeof(TangentParams);
+  }
+  return 0;
+}
+
 class Parser : public DescriptionReader {
  public:
   Parser(std::string_view text, std::string_view arch, const std::vector<Array>& arrays)
@@ -40,8 +53,9 @@ class Parser : public DescriptionReader {
     kernel.shape = dims_.shape(padded_head_dim_, padded_value_dim_);
     for (const Words& row : rows) dims_.check(row);
     check_dtype();
-    for (const char* name : {"query", "key", "value", "out", "query_gradient", "key_gradient",
-                             "value_gradient", "out_gradient"}) {
+    for (const char* name :
+         {"query", "key", "value", "out", "query_gradient", "key_gradient", "value_gradient",
+          "out_gradient", "query_tangent", "key_tangent", "value_tangent", "out_tangent"}) {
       check_rows(name, kernel.alignment);
     }
     for (const Words& entry : entries) parse_entry(entry, &kernel);
@@ -58,7 +72,7 @@ class Parser : public DescriptionReader {
     if (Words const words = take("arch", 2); !failed() && words[1] != arch_) {
       fail("a description of " + quoted(words[1]));
     }
-    std::string_view const expected = direction == Direction::kForward ? "forward" : "backward";
+    std::string_view const expected = name_of(direction);
     if (Words const words = take("direction", 2); !failed() && words[1] != expected) {
       fail("direction " + quoted(words[1]) + ", expected '" + std::string(expected) + "'");
     }
@@ -145,9 +159,8 @@ class Parser : public DescriptionReader {
     ParamsField field = {};
     bool const is_number = words[2].substr(0, 1) == "#";
     size_t const bytes = is_number ? sizeof(int32_t) : sizeof(void*);
-    size_t const params =
-        direction == Direction::kForward ? sizeof(ForwardParams) : sizeof(BackwardParams);
-    field.offset = number("a field's offset", words[1], 0, static_cast<long long>(params - bytes));
+    size_t const most = params_bytes(direction) - bytes;
+    field.offset = number("a field's offset", words[1], 0, static_cast<long long>(most));
     if (is_number) {
       field.number =
           number("a field's number", words[2].substr(1), 0, static_cast<long long>(numbers) - 1);
@@ -227,7 +240,8 @@ class Parser : public DescriptionReader {
   void check_maps(const KernelDescription& kernel) {
     for (const MapBox& box : kernel.maps) {
       const Array* const array = find(arrays_, box.name);
-      if (failed() || array == nullptr) continue;  // a gradient that is not asked for
+      if (failed() || array == nullptr)
+        continue;  // a gradient that is not asked for, or a tangent that is zero
       if (array->type.rank != 4 || ffi::ByteWidth(array->type.dtype) != 2) {
         fail_array(box.name, "expected 16-bit elements and rank 4, because TMA copies it, got " +
                                  to_string(array->type));
@@ -250,6 +264,18 @@ class Parser : public DescriptionReader {
 };
 
 }  // namespace
+
+std::string_view name_of(Direction direction) {
+  switch (direction) {
+    case Direction::kForward:
+      return "forward";
+    case Direction::kBackward:
+      return "backward";
+    case Direction::kTangent:
+      return "tangent";
+  }
+  return "";
+}
 
 ffi::ErrorOr<KernelDescription> KernelDescription::parse(std::string_view text,
                                                          std::string_view arch, Direction direction,

@@ -34,7 +34,10 @@
 
 namespace memeff::host {
 
-enum class Direction { kForward, kBackward };
+enum class Direction { kForward, kBackward, kTangent };
+
+// The name of a direction in descriptions and seals.
+std::string_view name_of(Direction direction);
 
 struct EntryPoint {
   std::string name;

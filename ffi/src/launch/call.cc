@@ -101,7 +101,7 @@ void append(const T* values, size_t count, std::string* bytes) {
 }
 
 std::string seal_of(Direction direction, const Attributes& attributes) {
-  std::string sealed = direction == Direction::kForward ? "forward" : "backward";
+  std::string sealed(name_of(direction));
   for (std::string_view text : {attributes.operands, attributes.operand_types, attributes.results,
                                 attributes.result_types}) {
     sealed.append("\n").append(text);
@@ -235,6 +235,9 @@ std::string check_required(Direction direction, const Call& call) {
   std::vector<std::string_view> required = {"query", "key", "value", "out", "logsumexp"};
   if (direction == Direction::kBackward) {
     required.insert(required.end(), {"out_gradient", "row_statistics"});
+  }
+  if (direction == Direction::kTangent) {
+    required.insert(required.end(), {"out_tangent", "logsumexp_tangent"});
   }
   if (call.find("query_starts") != nullptr) {
     required.insert(required.end(), {"key_starts", "query_lengths", "key_lengths"});

@@ -2,21 +2,26 @@
 
 namespace memeff::host {
 
+void fill_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
+                  ForwardParams* params) {
+  params->shape = shape_of(*kernel.description, buffers);
+  params->scale = call.scale;
+  params->mask = mask_of(call, buffers);
+  params->bias = buffers.scores("bias", call.bias_alignment);
+  params->query = buffers.tensor("query");
+  params->key = buffers.tensor("key");
+  params->value = buffers.tensor("value");
+  params->out = buffers.tensor("out");
+  params->logsumexp = static_cast<float*>(buffers.data("logsumexp"));
+  params->tile_counter = static_cast<TileCounter*>(buffers.data("tile_counter"));
+}
+
 xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                CUstream stream) {
   WithArrays<ForwardParams> params = {};
-  params.shape = shape_of(*kernel.description, buffers);
-  params.scale = call.scale;
-  params.mask = mask_of(call, buffers);
-  params.bias = buffers.scores("bias", call.bias_alignment);
-  params.query = buffers.tensor("query");
-  params.key = buffers.tensor("key");
-  params.value = buffers.tensor("value");
-  params.out = buffers.tensor("out");
-  params.logsumexp = static_cast<float*>(buffers.data("logsumexp"));
+  fill_forward(call, kernel, buffers, &params);
   params.partial_logsumexp = static_cast<float*>(buffers.data("partial_logsumexp"));
   params.partial_out = static_cast<float*>(buffers.data("partial_out"));
-  params.tile_counter = static_cast<TileCounter*>(buffers.data("tile_counter"));
   params.out_sum = static_cast<float*>(buffers.data("out_sum"));
   params.score_sum = static_cast<float*>(buffers.data("score_sum"));
   params.query_hi_lo = static_cast<char*>(buffers.data("query_hi_lo"));

@@ -7,7 +7,7 @@
 
 namespace memeff::host {
 
-// The parts of the parameters that both directions have.
+// The parts of the parameters that all directions have.
 ProblemShape shape_of(const KernelDescription& kernel, Buffers& buffers);
 MaskParams mask_of(const Call& call, Buffers& buffers);
 // Null pointers if the call has no such array.
@@ -25,9 +25,15 @@ xla::ffi::Error launch_all(const Call& call, const DeviceKernel& kernel, Buffers
                            const LaunchDims& dims, void* params, BlockMask* block_mask,
                            ArrayTable* table, CUstream stream);
 
+// The parts of the parameters that a forward and a tangent kernel have.
+void fill_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
+                  ForwardParams* params);
+
 xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                CUstream stream);
 xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
                                 CUstream stream);
+xla::ffi::Error launch_tangent(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
+                               CUstream stream);
 
 }  // namespace memeff::host

@@ -18,6 +18,7 @@ from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._cuda.lowering import kernel_of
+from jax_memeff._cuda.problem import Call
 from jax_memeff._functions.evaluate import evaluate
 
 _TILE = 128, 128
@@ -83,7 +84,7 @@ def picture(
             raise ValueError(f"{name} must be in [0, {size}), got {index}")
     tile, title = _TILE, ""
     if arch is not None:
-        spec = kernel_of(operands, options, None, arch)
+        spec = kernel_of(Call(operands, options, None), arch)
         tile, title = (spec.tile.query, spec.tile.key), spec.name
     offsets = arguments.get("offsets")
     offsets = Offsets() if offsets is None else offsets

@@ -60,7 +60,7 @@ class Call:
 
     def seal(self) -> None:
         """Recomputes the digest, as for a forged program."""
-        direction = "forward" if self.target == "jax_memeff_forward" else "backward"
+        direction: Any = self.target.removeprefix("jax_memeff_")
         self.attributes["seal"] = description.seal(direction, self.attributes)
 
     def announce(self) -> None:

@@ -141,12 +141,16 @@ Frame::Frame(const Attributes& attributes) {
       name_pointers_.data(),     values_.data()};
 }
 
-void seal(Case* call) {
+memeff::host::Direction direction_of(const std::string& target) {
   using memeff::host::Direction;
+  if (target == "jax_memeff_forward") return Direction::kForward;
+  return target == "jax_memeff_backward" ? Direction::kBackward : Direction::kTangent;
+}
+
+void seal(Case* call) {
   Frame frame(call->attributes);
-  auto const digest = memeff::host::seal_of(
-      call->target == "jax_memeff_forward" ? Direction::kForward : Direction::kBackward,
-      xla::ffi::Dictionary(frame.get()));
+  auto const digest =
+      memeff::host::seal_of(direction_of(call->target), xla::ffi::Dictionary(frame.get()));
   if (digest.has_value()) call->attributes["seal"].text = *digest;
 }
 

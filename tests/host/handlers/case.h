@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "images/kernel_description.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace handlers {
@@ -69,8 +70,12 @@ void seal(Case* call);
 // Instantiates, initializes and executes the call. Returns the message of the first error, or "".
 std::string run(const Case& call);
 
+// The direction of a custom call target.
+memeff::host::Direction direction_of(const std::string& target);
+
 // Sets up the driver of driver.cc.
-void set_device(int capability, int element_bytes, bool is_forward, bool touches_arrays);
+void set_device(int capability, int element_bytes, memeff::host::Direction direction,
+                bool touches_arrays);
 // The number of blocks launched since the last call of this function.
 long long take_launched_blocks();
 

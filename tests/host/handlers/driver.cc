@@ -17,7 +17,7 @@ namespace {
 struct Device {
   int capability = 80;
   int element_bytes = 2;
-  bool is_forward = true;
+  memeff::host::Direction direction = memeff::host::Direction::kForward;
   bool touches_arrays = true;
 };
 
@@ -111,6 +111,13 @@ void touch_common(Params const& params) {
     touch(params.value_gradient, columns, shape.key_heads, shape.value_dim, packed);
     touch(params.bias_gradient, shape, 2);
   }
+  if constexpr (std::is_same_v<Params, memeff::TangentParams>) {
+    touch_ends(params.logsumexp_tangent, statistics, 4);
+    touch(params.out_tangent, rows, shape.query_heads, shape.value_dim, packed);
+    touch(params.query_tangent, rows, shape.query_heads, shape.head_dim, packed);
+    touch(params.key_tangent, columns, shape.key_heads, shape.head_dim, packed);
+    touch(params.value_tangent, columns, shape.key_heads, shape.value_dim, packed);
+  }
 }
 
 CUresult launch(const CUlaunchConfig* config, CUfunction, void** parameters, void**) {
@@ -119,10 +126,16 @@ CUresult launch(const CUlaunchConfig* config, CUfunction, void** parameters, voi
   require(config->sharedMemBytes <= 1 << 20, "too much shared memory");
   launched_blocks += config->gridDimX;
   if (!device.touches_arrays) return CUDA_SUCCESS;
-  if (device.is_forward) {
-    touch_common(*static_cast<memeff::ForwardParams const*>(parameters[0]));
-  } else {
-    touch_common(*static_cast<memeff::BackwardParams const*>(parameters[0]));
+  switch (device.direction) {
+    case memeff::host::Direction::kForward:
+      touch_common(*static_cast<memeff::ForwardParams const*>(parameters[0]));
+      break;
+    case memeff::host::Direction::kBackward:
+      touch_common(*static_cast<memeff::BackwardParams const*>(parameters[0]));
+      break;
+    case memeff::host::Direction::kTangent:
+      touch_common(*static_cast<memeff::TangentParams const*>(parameters[0]));
+      break;
   }
   return CUDA_SUCCESS;
 }
@@ -168,8 +181,9 @@ memeff::host::Driver make_driver() {
 
 }  // namespace
 
-void set_device(int capability, int element_bytes, bool is_forward, bool touches_arrays) {
-  device = {capability, element_bytes, is_forward, touches_arrays};
+void set_device(int capability, int element_bytes, memeff::host::Direction direction,
+                bool touches_arrays) {
+  device = {capability, element_bytes, direction, touches_arrays};
 }
 
 long long take_launched_blocks() { return std::exchange(launched_blocks, 0); }

@@ -17,7 +17,7 @@ namespace {
 
 std::string run(const handlers::Case& call, bool touches_arrays) {
   bool const is_float32 = !call.operands.empty() && call.operands[0].dtype == XLA_FFI_DataType_F32;
-  handlers::set_device(call.capability, is_float32 ? 4 : 2, call.target == "jax_memeff_forward",
+  handlers::set_device(call.capability, is_float32 ? 4 : 2, handlers::direction_of(call.target),
                        touches_arrays);
   return handlers::run(call);
 }

@@ -256,8 +256,9 @@ Case mutate(Case call, Random& random, bool* changed_image) {
     }
   }
   if (below(random, 8) == 0) {
-    call.target =
-        call.target == "jax_memeff_forward" ? "jax_memeff_backward" : "jax_memeff_forward";
+    const char* const targets[] = {"jax_memeff_forward", "jax_memeff_backward",
+                                   "jax_memeff_tangent"};
+    call.target = targets[below(random, 3)];
   }
   if (below(random, 2) == 0) {
     follow(call.attributes, "operand_types", &call.operands);

@@ -114,6 +114,16 @@ CUTE_DEVICE void store_global_vector_if(bool condition, char* address, uint32_t 
       : "memory");
 }
 
+// Zeros without the condition.
+CUTE_DEVICE void load_global_vector_if(bool condition, char const* address, uint32_t (&x)[4]) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %4, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; "
+      "mov.b32 %3, 0; @p ld.global.v4.b32 {%0, %1, %2, %3}, [%5];}"
+      : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3])
+      : "r"(int(condition)), "l"(address)
+      : "memory");
+}
+
 CUTE_DEVICE void store_shared_pointer(uint32_t address, char const* pointer) {
   asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(pointer) : "memory");
 }

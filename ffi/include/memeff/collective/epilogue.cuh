@@ -83,4 +83,31 @@ CUTE_DEVICE void store_row(char* row, Accumulators const& accumulators, int r, i
   }
 }
 
+// A lane's part of a row of 16-bit elements, in the vectors that store_row() writes.
+template <int kBlocks>
+struct RowVectors {
+  static constexpr int kQuad = 4;
+  static_assert(kBlocks % kQuad == 0);
+
+  uint32_t words[kBlocks / kQuad][kQuad];
+
+  // Starts the loads; the arguments are those of store_row().
+  CUTE_DEVICE void load(char const* row, int columns, bool valid) {
+    int const lane_columns = columns - lane_column();
+    CUTE_UNROLL
+    for (int i = 0; i < kBlocks / kQuad; ++i) {
+      bool const exists = valid && i * 8 * kQuad < lane_columns;
+      load_global_vector_if(exists, row + i * 16 * kQuad, words[i]);
+    }
+  }
+
+  // From vectors to pairs in the layout of accumulators. All lanes of a warp call it.
+  CUTE_DEVICE void transpose() {
+    CUTE_UNROLL
+    for (int i = 0; i < kBlocks / kQuad; ++i) transpose_quad(words[i]);
+  }
+  // The two elements of column block n, after transpose().
+  CUTE_DEVICE uint32_t pair(int n) const { return words[n / kQuad][n % kQuad]; }
+};
+
 }  // namespace memeff

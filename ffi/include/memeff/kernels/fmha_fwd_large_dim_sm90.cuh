@@ -25,11 +25,11 @@
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/core/warp_grid.cuh>
-#include <memeff/kernels/forward/consumer_turns.cuh>
 #include <memeff/kernels/forward/large_dim/consumer.cuh>
 #include <memeff/kernels/forward/large_dim/producer.cuh>
 #include <memeff/kernels/forward/output_sm90.cuh>
 #include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/score/modifiers.cuh>
 

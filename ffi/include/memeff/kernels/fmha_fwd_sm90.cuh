@@ -14,7 +14,7 @@
 // The pipeline does not drain between work tiles. The first scores of a work tile overlap the last
 // product of the previous one, whose output is stored from registers under the products of other
 // consumers. The softmax of one consumer overlaps the products of another. Two consumers find this
-// order by themselves, three take turns (forward/consumer_turns.cuh). With a mask each consumer
+// order by themselves, three take turns (schedule/consumer_turns.cuh). With a mask each consumer
 // skips the KV blocks at the end that only rows of other consumers attend to.
 //
 // An Operands object loads and multiplies the operands of each element type. 3xFP16 products with
@@ -32,10 +32,8 @@
 #include <memeff/collective/softmax/linear_scores.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
-#include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/kernels/forward/consumer_turns.cuh>
 #include <memeff/kernels/forward/f16x3/operands.cuh>
 #include <memeff/kernels/forward/f16x3/split.cuh>
 #include <memeff/kernels/forward/main_loop_sm90.cuh>
@@ -45,8 +43,10 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
+#include <memeff/schedule/query_tile_rings.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
 #include <memeff/score/modifiers.cuh>
 
@@ -114,21 +114,9 @@ struct FmhaForwardSm90 {
       ConsumerTurns<Config::kOutputFirst && kWarpgroups == 3, kWarpgroups, 2 + kWarpgroups>;
   using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
-  static constexpr int kWorkTileStages = 4;
-  // A work tile as the producer hands it out.
-  struct WorkTile {
-    WorkItem item;  // batch is -1 after the last
-    int query_length;
-  };
-  // The barriers and work tiles in static shared memory.
-  struct Control {
-    Pipeline<kQueryStages> query[kRowWarpgroups];  // each consumer's own rows
-    Pipeline<kStages> key;
-    Pipeline<kStages> value;
-    Pipeline<kWorkTileStages> work_tile;
-    Pipeline<kWorkTileStages> next_tile;  // full once the work tile after this one may be taken
-    WorkTile work_tiles[kWorkTileStages];
-  };
+  using WorkTile = QueryWorkTile;
+  using Control = QueryTileRings<kQueryStages, kStages, kRowWarpgroups>;
+  static constexpr int kWorkTileStages = Control::kWorkTileStages;
   static constexpr int kKeyOffset = kQueryStages * Operands::kQueryBufferBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * Keys::kBufferBytes;
   static constexpr int kColumnsOffset = kValueOffset + kStages * Values::kBufferBytes;
@@ -152,50 +140,22 @@ struct FmhaForwardSm90 {
     return tiles + kValueOffset + stage.index * Values::kBufferBytes;
   }
 
-  // Waits for the next work tile. It stays in its slot until every reader, a warp or a producer
-  // thread, has released it.
-  CUTE_DEVICE static WorkTile take_work_tile(Control& control,
-                                             PipelineStage<kWorkTileStages> const& slot) {
-    control.work_tile.wait(slot);
-    return control.work_tiles[slot.index];
-  }
-
   // `maps` is empty for operands that need no tensor maps.
   template <class... Maps>
   CUTE_DEVICE static void run(ForwardParams const& params, Maps const&... maps) {
-    using Producer = ForwardProducerSm90<Config, FmhaForwardSm90>;
     Operands const operands{params, maps...};
     char* const shared = dynamic_shared();
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
     uint32_t const tiles = shared_address(shared);
     if (threadIdx.x == kConsumers) {
       operands.prefetch();
-      CUTE_UNROLL
-      for (auto& query : control.query) query.init(kConsumerWarps / kRowWarpgroups);
-      control.key.init(kConsumerWarps / kConsumerGroups);
-      control.value.init(kConsumerWarps / kConsumerGroups);
-      control.work_tile.init(kConsumerWarps + 3);
-      control.next_tile.init(1);
-      fence_barrier_init();
+      control.init(kConsumerWarps, kConsumerGroups);
     }
     Columns::write(tiles + kColumnsOffset, kThreads);
     __syncthreads();
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
-      switch (threadIdx.x - kConsumers) {
-        case 0:
-          Producer::produce_work_tiles(params, control);
-          break;
-        case kWarpSize:
-          Producer::produce_queries(operands, control, tiles);
-          break;
-        case 2 * kWarpSize:
-          Producer::produce_keys(params, operands, control, tiles + kKeyOffset);
-          break;
-        case 3 * kWarpSize:
-          Producer::produce_values(params, operands, control, tiles + kValueOffset);
-          break;
-      }
+      ForwardProducerSm90<Config, FmhaForwardSm90>::run(params, operands, control, tiles);
     } else {
       raise_registers<kConsumerRegisters>();
       ForwardMainLoopSm90<Config, FmhaForwardSm90>::run(params, control, tiles);

@@ -62,28 +62,37 @@ struct Gap {
     }
   }
 
-  // Writes -inf to this CTA's rows of one head.
+  // Writes `number` to the statistics of this CTA's rows of one head.
   template <int kThreads>
-  CUTE_DEVICE void clear_logsumexp(float* head_rows, int tile, int tiles) const {
+  CUTE_DEVICE void fill_statistics(float* head_rows, float number, int tile, int tiles) const {
     for (int row = begin + tile * kThreads + int(threadIdx.x); row < end; row += tiles * kThreads) {
-      head_rows[token(row)] = -infinity();
+      head_rows[token(row)] = number;
     }
   }
 };
 
-// Writes output 0 and logsumexp -inf to this CTA's part of the queries that belong to no sequence.
-// `length` is the length of the sequence, `tiles` its number of CTAs. Hazard: with keeps_gaps
-// another kernel has computed those queries, and they must stay.
+// Writes zeros to `out`, and `number` to the statistics of its rows, in this CTA's part of the
+// queries that belong to no sequence. `length` is the length of the sequence, `tiles` its number of
+// CTAs.
+template <class Config, int kThreads>
+CUTE_DEVICE void clear_query_gap(ProblemShape const& shape, TensorView const& out,
+                                 float* statistics, float number, WorkItem const& item, int length,
+                                 int tiles) {
+  Gap const gap = Gap::of_queries(shape, item.batch, length);
+  gap.template clear<typename Config::Element, kThreads>(out, item.head, shape.value_dim, item.tile,
+                                                         tiles);
+  gap.template fill_statistics<kThreads>(
+      statistics + logsumexp_offset<Config>(shape, {0, 0}, item.head), number, item.tile, tiles);
+}
+
+// Writes output 0 and logsumexp -inf there. Hazard: with keeps_gaps another kernel has computed
+// those queries, and they must stay.
 template <class Config, int kThreads>
 CUTE_DEVICE void clear_query_gap(ForwardParams const& params, WorkItem const& item, int length,
                                  int tiles) {
   if (params.keeps_gaps) return;
-  ProblemShape const& shape = params.shape;
-  Gap const gap = Gap::of_queries(shape, item.batch, length);
-  gap.template clear<typename Config::Element, kThreads>(params.out, item.head, shape.value_dim,
-                                                         item.tile, tiles);
-  gap.template clear_logsumexp<kThreads>(
-      params.logsumexp + logsumexp_offset<Config>(shape, {0, 0}, item.head), item.tile, tiles);
+  clear_query_gap<Config, kThreads>(params.shape, params.out, params.logsumexp, -infinity(), item,
+                                    length, tiles);
 }
 
 // Writes zeros to dk and dv in this CTA's part of the keys that belong to no sequence. `length` is

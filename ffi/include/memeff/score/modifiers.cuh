@@ -97,11 +97,16 @@ struct ScoreModifiers {
   // the scaling, or the derivative of a function. The derivative of a bias is 1, and gradient_scale
   // multiplies the sums at the end.
   CUTE_DEVICE static float backward(float gradient, float x) {
-    if constexpr (!Function::kConstantDerivative) {
-      // Hazard: the derivative at a masked element, whose gradient is 0, may be inf or NaN.
-      return gradient == 0.0f ? 0.0f : gradient * x;
-    }
+    if constexpr (!Function::kConstantDerivative) return product(gradient, x);
     return Scaling::backward(gradient, x);
+  }
+
+  // The product of a number that is 0 at masked elements and of a derivative that
+  // recompute_with_derivatives() has stored. Hazard: the derivative of a function at a masked
+  // element may be inf or NaN.
+  CUTE_DEVICE static float product(float x, float derivative) {
+    if constexpr (!Function::kConstantDerivative) return x == 0.0f ? 0.0f : x * derivative;
+    return x * derivative;
   }
 };
 

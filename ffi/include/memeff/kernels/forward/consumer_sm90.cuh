@@ -9,18 +9,16 @@
 namespace memeff {
 
 // A consumer is a warpgroup that owns 64 rows of a work tile, or shares them with other groups. Its
-// main loop (main_loop_sm90.cuh) calls these functions.
+// main loop calls these functions, in a forward (main_loop_sm90.cuh) and in a tangent kernel
+// (tangent/main_loop.cuh).
 template <class Config, class Kernel>
-struct ForwardConsumerSm90 {
+struct WorkTileConsumerSm90 {
+  using Params = typename Config::Params;
   using Blocks = typename Kernel::Blocks;
-  using ConsumerGroup = typename Kernel::ConsumerGroup;
   using Control = typename Kernel::Control;
-  using Linear = typename Kernel::Linear;
   using Mask = typename Kernel::Mask;
-  using Merge = typename Kernel::Merge;
   using Operands = typename Kernel::Operands;
   using OutputWriter = typename Kernel::OutputWriter;
-  using Softmax = typename Kernel::Softmax;
   using Turns = typename Kernel::Turns;
   using WorkTile = typename Kernel::WorkTile;
   static constexpr int kConsumerGroups = Kernel::kConsumerGroups;
@@ -87,7 +85,7 @@ struct ForwardConsumerSm90 {
   CUTE_DEVICE static WorkItem next_work_tile(Control& control, Position const& at) {
     PipelineStage<kWorkTileStages> next = at.slot;
     next.advance();
-    WorkTile const work_tile = Kernel::take_work_tile(control, next);
+    WorkTile const work_tile = control.take_work_tile(next);
     bool const has = work_tile.item.batch >= 0 && has_rows(work_tile, at.row_warpgroup);
     return {work_tile.item.tile, work_tile.item.head, has ? work_tile.item.batch : -1};
   }
@@ -95,7 +93,7 @@ struct ForwardConsumerSm90 {
   // Skips a work tile of which only other consumers own rows. Hazard: release keys and values
   // alternately, because a consumer that needs both would otherwise wait for the ring that lags
   // behind.
-  CUTE_DEVICE static void skip_work_tile(ForwardParams const& params, Control& control,
+  CUTE_DEVICE static void skip_work_tile(Params const& params, Control& control,
                                          WorkItem const& item, Position& at) {
     Mask const mask(params.mask, params.shape, item.batch);
     Blocks const range(params, mask, item);
@@ -119,15 +117,46 @@ struct ForwardConsumerSm90 {
                                        ProblemShape const& shape, int tile,
                                        PipelineStage<kStages> const& stage, uint32_t tiles,
                                        int warpgroup) {
-    if constexpr (!Operands::kClearsValues) return;
+    if constexpr (Operands::kClearsValues) {
+      clear_beyond(control.value, stage, mask, shape, tile, warpgroup,
+                   [&](int first) { Operands::clear_values(Kernel::values(tiles, stage), first); });
+    }
+  }
+
+  // Calls clear(row) if a buffer of a KV block has rows beyond the key length, with the first.
+  template <class Clear>
+  CUTE_DEVICE static void clear_beyond(Pipeline<kStages>& ring, PipelineStage<kStages> const& stage,
+                                       Mask const& mask, ProblemShape const& shape, int tile,
+                                       int warpgroup, Clear const& clear) {
     int const column = tile * kTileKey;
     if (!reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length)) return;
-    control.value.wait(stage);
-    clear_rows<SharedTile<kTileKey, Config::kValueDim>, kWarpgroupSize>(
-        Kernel::values(tiles, stage), max(mask.key_length - column, 0));
+    ring.wait(stage);
+    clear(max(mask.key_length - column, 0));
     fence_tma_store();
     named_barrier_sync(Kernel::warpgroup_barrier(warpgroup), kWarpgroupSize);
   }
+
+  // Clears this work tile's part of the queries that belong to no sequence.
+  CUTE_DEVICE static void clear_gap(Params const& params, WorkItem const& item, int length) {
+    if constexpr (Config::kVarlen) {
+      OutputWriter::template clear_gap<Kernel::kConsumers>(
+          params, item, length, Kernel::Schedule::query_tiles(params.shape));
+    }
+  }
+};
+
+// The consumer of a forward.
+template <class Config, class Kernel>
+struct ForwardConsumerSm90 : WorkTileConsumerSm90<Config, Kernel> {
+  using Shared = WorkTileConsumerSm90<Config, Kernel>;
+  using ConsumerGroup = typename Kernel::ConsumerGroup;
+  using Control = typename Kernel::Control;
+  using Linear = typename Kernel::Linear;
+  using Merge = typename Kernel::Merge;
+  using OutputWriter = typename Kernel::OutputWriter;
+  using Position = typename Shared::Position;
+  using Softmax = typename Kernel::Softmax;
+  static constexpr int kConsumerGroups = Kernel::kConsumerGroups;
 
   // Stores output and logsumexp of this warpgroup's rows of the work tile in its slot, after
   // merging those of all consumer groups.
@@ -140,20 +169,13 @@ struct ForwardConsumerSm90 {
     if constexpr (kConsumerGroups > 1)
       ConsumerGroup::sync_all();  // every group has read the staged outputs
     if (kConsumerGroups == 1 || ConsumerGroup::index() == 0) {
-      int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
+      int const row = item.tile * Kernel::kTileQuery + at.row_warpgroup * kWarpgroupRows;
       OutputWriter::write(params, item, query_length, linear, softmax, output);
       OutputWriter::write_empty(params, item, query_length, max(row, query_length),
                                 row + kWarpgroupRows);
     }
-    clear_gap(params, item, query_length);
-    release_work_tile(control, at);
-  }
-
-  CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length) {
-    if constexpr (Config::kVarlen) {
-      clear_query_gap<Config, Kernel::kConsumers>(params, item, length,
-                                                  Kernel::Schedule::query_tiles(params.shape));
-    }
+    Shared::clear_gap(params, item, query_length);
+    Shared::release_work_tile(control, at);
   }
 };
 

@@ -53,7 +53,7 @@ struct ForwardMainLoopSm90 {
     at.key.index = at.value.index = at.group;
     Turns::begin(at.warpgroup);
     while (true) {
-      WorkTile const work_tile = Kernel::take_work_tile(control, at.slot);
+      WorkTile const work_tile = control.take_work_tile(at.slot);
       if (work_tile.item.batch < 0) break;
       if (Consumer::has_rows(work_tile, at.row_warpgroup)) {
         compute_work_tiles(params, control, tiles, work_tile.item, at);

@@ -35,6 +35,14 @@ struct RegisterQueries {
   CUTE_DEVICE auto const& operand(uint32_t, int) const { return fragments; }
 };
 
+// The registers that the main loop of a consumer needs besides accumulators and operands to overlap
+// KV blocks.
+template <class Config>
+CUTE_HOST_DEVICE constexpr int main_loop_registers() {
+  return 40 + (Config::kBias || modifies_probabilities<Config>() ? 40 : 0) +
+         (Config::kMask == MaskKind::window ? 40 : 0);
+}
+
 // Operands of 16-bit elements, which TMA copies from query, key and value, for a CTA of kThreads.
 template <class Config, int kThreads>
 struct MappedOperands {
@@ -65,8 +73,7 @@ struct MappedOperands {
   static constexpr bool kWindow = Config::kMask == MaskKind::window;
   static constexpr bool kRegisterQueries =
       Config::kConsumerGroups == 1 &&
-      kLeftRegisters - Config::kHeadDim / 4 >=
-          40 + (Config::kBias || modifies_probabilities<Config>() ? 40 : 0) + (kWindow ? 40 : 0);
+      kLeftRegisters - Config::kHeadDim / 4 >= main_loop_registers<Config>();
   // Whether the modifiers of a KV block's probabilities are computed under the product of its
   // scores, or only when they are needed.
   static constexpr bool kModifiesEarly =
@@ -177,6 +184,11 @@ struct MappedOperands {
   }
   template <class Output, class Probabilities>
   CUTE_DEVICE static void add(Output&, Part const&, Probabilities const&, bool) {}
+
+  // Zeros the rows of a buffer of values from `first` on, with the threads of a consumer.
+  CUTE_DEVICE static void clear_values(uint32_t values, int first) {
+    clear_rows<ValueTile, kWarpgroupSize>(values, first);
+  }
 
  private:
   template <class Tile>

@@ -15,6 +15,31 @@
 
 namespace memeff {
 
+// Writes zeros to the rows [row, row_end) of a work tile's output, and `number` to its statistics
+// of these rows, with the threads of a warpgroup. These rows are not valid, but may exist.
+template <class Config>
+CUTE_DEVICE void write_empty_rows(ProblemShape const& shape, TensorView const& out,
+                                  float* statistics, float number, WorkItem const& item,
+                                  int query_length, int row, int row_end) {
+  using Element = typename Config::Element;
+  // Hazard: after a packed sequence the next one begins.
+  int const end = min(row_end, Config::kVarlen ? query_length : shape.query_length);
+  if (row >= end) return;
+  Origin const origin = query_origin<Config>(shape, item.batch);
+  float* const of_head = statistics + logsumexp_offset<Config>(shape, origin, item.head);
+  int const thread = int(threadIdx.x) % kWarpgroupSize;
+  CUTE_NO_UNROLL
+  for (int query = row + thread; query < end; query += kWarpgroupSize) of_head[query] = number;
+  constexpr int kVectorColumns = 16 / int(sizeof(Element));
+  int const vectors = shape.value_dim / kVectorColumns;
+  CUTE_NO_UNROLL
+  for (int i = thread; i < (end - row) * vectors; i += kWarpgroupSize) {
+    char* const rows =
+        row_pointer<Element>(out, origin.batch, origin.row + row + i / vectors, item.head);
+    *reinterpret_cast<uint4*>(rows + i % vectors * 16) = make_uint4(0, 0, 0, 0);
+  }
+}
+
 // A consumer calls write() after the last KV block of a work tile, with consumer groups the first
 // group only.
 template <class Config, class Grid, class Softmax>
@@ -23,10 +48,10 @@ struct ForwardOutputSm90 {
 
   // Writes output and logsumexp of this warp's valid rows of a work tile, those below
   // `query_length`. If consumers divide the columns, those of this one begin at `first_column`.
-  template <class Output>
+  template <class Linear, class Output>
   CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
-                                LinearScores<Config> const& linear, Softmax& softmax,
-                                Output& output, int first_column = 0) {
+                                Linear const& linear, Softmax& softmax, Output& output,
+                                int first_column = 0) {
     ProblemShape const& shape = params.shape;
     int const row = item.tile * Config::kTileQuery;
     RowsOfTile<> const rows(shape, item.batch, item.head, row, query_length);
@@ -53,29 +78,19 @@ struct ForwardOutputSm90 {
     }
   }
 
-  // Writes output 0 and logsumexp -inf to the rows [row, row_end) of a work tile, with the threads
-  // of a warpgroup. These rows are not valid, but may exist.
+  // Writes output 0 and logsumexp -inf to the rows [row, row_end) of a work tile that are not
+  // valid.
   CUTE_DEVICE static void write_empty(ForwardParams const& params, WorkItem const& item,
                                       int query_length, int row, int row_end) {
-    ProblemShape const& shape = params.shape;
-    // Hazard: after a packed sequence the next one begins.
-    int const end = min(row_end, Config::kVarlen ? query_length : shape.query_length);
-    if (row >= end) return;
-    Origin const origin = query_origin<Config>(shape, item.batch);
-    float* const logsumexp = params.logsumexp + logsumexp_offset<Config>(shape, origin, item.head);
-    int const thread = int(threadIdx.x) % kWarpgroupSize;
-    CUTE_NO_UNROLL
-    for (int query = row + thread; query < end; query += kWarpgroupSize) {
-      logsumexp[query] = -infinity();
-    }
-    constexpr int kVectorColumns = 16 / int(sizeof(Element));
-    int const vectors = shape.value_dim / kVectorColumns;
-    CUTE_NO_UNROLL
-    for (int i = thread; i < (end - row) * vectors; i += kWarpgroupSize) {
-      char* const out =
-          row_pointer<Element>(params.out, origin.batch, origin.row + row + i / vectors, item.head);
-      *reinterpret_cast<uint4*>(out + i % vectors * 16) = make_uint4(0, 0, 0, 0);
-    }
+    write_empty_rows<Config>(params.shape, params.out, params.logsumexp, -infinity(), item,
+                             query_length, row, row_end);
+  }
+
+  // Writes them to a CTA's part of the queries that belong to no sequence.
+  template <int kThreads>
+  CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length,
+                                    int tiles) {
+    clear_query_gap<Config, kThreads>(params, item, length, tiles);
   }
 };
 

@@ -4,6 +4,7 @@
 
 #include <memeff/core/pipeline.cuh>
 #include <memeff/layout/sequences.cuh>
+#include <memeff/score/bias/tile.cuh>
 
 namespace memeff {
 
@@ -22,6 +23,26 @@ struct ForwardProducerSm90 {
   static constexpr int kTileQuery = Kernel::kTileQuery;
   static constexpr int kWorkTileStages = Kernel::kWorkTileStages;
 
+  // Run by all threads of the warpgroup: one of each warp works.
+  CUTE_DEVICE static void run(ForwardParams const& params, Operands const& operands,
+                              Control& control, uint32_t tiles) {
+    switch (threadIdx.x - Kernel::kConsumers) {
+      case 0:
+        produce_work_tiles(params, control);
+        break;
+      case kWarpSize:
+        produce_queries(operands, control, tiles);
+        break;
+      case 2 * kWarpSize:
+        produce_keys(params, operands, control, tiles + Kernel::kKeyOffset);
+        break;
+      case 3 * kWarpSize:
+        produce_values(params, operands, control, tiles + Kernel::kValueOffset);
+        break;
+    }
+  }
+
+ private:
   // Run by the thread that hands out work tiles.
   CUTE_DEVICE static void produce_work_tiles(ForwardParams const& params, Control& control) {
     PipelineStage<kWorkTileStages> slot;
@@ -51,7 +72,7 @@ struct ForwardProducerSm90 {
     PipelineStage<kQueryStages> query;
     PipelineStage<kWorkTileStages> slot;
     while (true) {
-      WorkTile const work_tile = Kernel::take_work_tile(control, slot);
+      WorkTile const work_tile = control.take_work_tile(slot);
       control.work_tile.release(slot);
       slot.advance();
       if (work_tile.item.batch < 0) break;
@@ -82,7 +103,6 @@ struct ForwardProducerSm90 {
         [&](auto... work_tile) { return operands.values(work_tile...); }, [](auto const&) {});
   }
 
- private:
   // Whether the next work tile is taken before this KV block is copied. It is taken as late as the
   // counter (1 us) and the queries of that tile allow: the consumers still have the last two blocks
   // and those in the ring to compute. If a CTA takes its next work tile earlier, others run out of
@@ -104,7 +124,7 @@ struct ForwardProducerSm90 {
     PipelineStage<kStages> stage;
     PipelineStage<kWorkTileStages> slot;
     while (true) {
-      WorkItem const item = Kernel::take_work_tile(control, slot).item;
+      WorkItem const item = control.take_work_tile(slot).item;
       control.work_tile.release(slot);
       if (item.batch < 0) break;
       Mask const mask(params.mask, params.shape, item.batch);

@@ -55,6 +55,14 @@ CUTE_DEVICE void store_global_if(bool condition, float* address, float x) {
 CUTE_DEVICE void store_global_vector_if(bool condition, char* address, uint32_t const (&x)[4]) {
   if (condition) *reinterpret_cast<uint4*>(address) = make_uint4(x[0], x[1], x[2], x[3]);
 }
+CUTE_DEVICE void load_global_vector_if(bool condition, char const* address, uint32_t (&x)[4]) {
+  uint4 const vector =
+      condition ? *reinterpret_cast<uint4 const*>(address) : make_uint4(0, 0, 0, 0);
+  x[0] = vector.x;
+  x[1] = vector.y;
+  x[2] = vector.z;
+  x[3] = vector.w;
+}
 CUTE_DEVICE void store_shared_pointer(uint32_t address, char const* pointer) {
   store_shared_value(address, pointer);
 }

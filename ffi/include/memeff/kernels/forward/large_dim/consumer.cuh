@@ -268,7 +268,7 @@ struct LargeDimConsumerSm90 {
   template <class Output>
   CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
                                 int warpgroup, Softmax& softmax, Output& output) {
-    LinearScores<Config> const linear(params, item);
+    LinearScores<Config, false> const linear(params, item);
     Kernel::Output::write(params, item, query_length, linear, softmax, output,
                           warpgroup * Kernel::kColumns);
     if (warpgroup == 0) {

@@ -1,0 +1,1 @@
+"""Lowering of derivatives that are computed in forward mode."""
