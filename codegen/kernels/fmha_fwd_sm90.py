@@ -247,8 +247,8 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
 
 ALIGNED_DIMS = (160,)
 """Padded head dims whose tiles have panels of 64 bytes, while those of the next wider ones have
-128. At head dim 152, whose rows are not multiples of 32 bytes, the wider one is faster: 495 instead of
-411 TFLOP/s at T 4096 on an H200.
+128. At head dim 152, whose rows are not multiples of 32 bytes, the wider one is faster: 495 instead
+of 411 TFLOP/s at T 4096 on an H200.
 """
 
 

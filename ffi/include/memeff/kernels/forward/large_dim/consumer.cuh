@@ -144,8 +144,8 @@ struct LargeDimConsumerSm90 {
       control.key.wait(stage);
       begin_products();  // after each wait, else ptxas (CUDA 13.0) injects it (C7519)
       warpgroup_gemm<Element, kPanelSteps>(
-          scores, DescriptorOperand<QueryPanel, Contiguous::k>(tiles + panel * QueryPanel::kBytes),
-          DescriptorOperand<KeyPanel, Contiguous::k>(Kernel::keys(tiles, stage)), panel > 0);
+          scores, operand<QueryPanel, Contiguous::k>(tiles + panel * QueryPanel::kBytes),
+          operand<KeyPanel, Contiguous::k>(Kernel::keys(tiles, stage)), panel > 0);
       stage.advance();
     }
     commit_products();
@@ -231,8 +231,7 @@ struct LargeDimConsumerSm90 {
     fence_accumulators(output);
     begin_products();
     warpgroup_gemm<Element, kKeySteps>(
-        output,
-        DescriptorOperand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset),
+        output, operand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset),
         values(tiles, at), true);
     commit_products();
   }
@@ -260,8 +259,12 @@ struct LargeDimConsumerSm90 {
 
   CUTE_DEVICE static DescriptorOperand<ValueTile, Contiguous::outer> values(uint32_t tiles,
                                                                             Position const& at) {
-    return DescriptorOperand<ValueTile, Contiguous::outer>(
-        Kernel::values(tiles, at.warpgroup, at.value));
+    return operand<ValueTile, Contiguous::outer>(Kernel::values(tiles, at.warpgroup, at.value));
+  }
+
+  template <class Tile, Contiguous kOrder>
+  CUTE_DEVICE static DescriptorOperand<Tile, kOrder> operand(uint32_t tile) {
+    return DescriptorOperand<Tile, kOrder>(kCluster > 1 ? descriptor_address(tile) : tile);
   }
 
   // Writes this consumer's columns of the output. Consumer 0 also clears rows that are not valid.
