@@ -86,6 +86,13 @@ void load_box_into(Block& target_block, TensorMap const& map, uint64_t& barrier,
   emulator::start(transfer, target_block);
 }
 
+// In a cluster the high bits of an address are the rank of its block, as on Hopper.
+constexpr int kRankBit = 24;
+
+long byte_offset(uint32_t address) {
+  return long(address & ((1u << kRankBit) - 1)) - long(kFirstSharedAddress);
+}
+
 }  // namespace
 
 char* dynamic_shared() { return this_block().shared; }
@@ -99,11 +106,13 @@ void* static_shared(void const* name, int bytes) {
 uint32_t shared_address(void const* pointer) {
   long const offset = static_cast<char const*>(pointer) - this_block().shared;
   if (offset < 0 || offset > this_block().shared_bytes) fail("no address of shared memory");
-  return kFirstSharedAddress + uint32_t(offset);
+  uint32_t const address = kFirstSharedAddress + uint32_t(offset);
+  return this_block().cluster->blocks.size() > 1 ? address | uint32_t(cluster_rank()) << kRankBit
+                                                 : address;
 }
 
 char* shared_range(Block& block, uint32_t address, int bytes, int alignment, char const* what) {
-  long const offset = long(address) - long(kFirstSharedAddress);
+  long const offset = byte_offset(address);
   if (offset < 0 || offset + bytes > block.shared_bytes) {
     fail("%s of %d bytes at byte %ld of shared memory, which has %d", what, bytes, offset,
          block.shared_bytes);
@@ -115,14 +124,14 @@ char* shared_range(Block& block, uint32_t address, int bytes, int alignment, cha
 }
 
 void mark_written(Block& block, uint32_t address, int bytes, uint32_t writer) {
-  uint32_t const first = (address - kFirstSharedAddress) / 4;
-  uint32_t const last = (address - kFirstSharedAddress + uint32_t(bytes) - 1) / 4;
+  uint32_t const first = uint32_t(byte_offset(address)) / 4;
+  uint32_t const last = uint32_t(byte_offset(address) + bytes - 1) / 4;
   std::fill(block.writers.begin() + first, block.writers.begin() + last + 1, writer);
 }
 
 char const* async_read(Block& block, uint32_t address, int bytes, char const* what) {
   char const* const source = shared_range(block, address, bytes, 16, what);
-  uint32_t const first = (address - kFirstSharedAddress) / 4;
+  uint32_t const first = uint32_t(byte_offset(address)) / 4;
   for (uint32_t word = first; word < first + uint32_t(bytes) / 4; ++word) {
     uint32_t const writer = block.writers[word];
     if (writer == 0) continue;

@@ -11,11 +11,6 @@ namespace memeff {
 // The index of this CTA in its cluster.
 CUTE_DEVICE int cluster_rank() { return int(cute::block_rank_in_cluster()); }
 
-// The part of an address of shared memory that a matrix descriptor of wgmma holds. Hazard: in a
-// cluster the bits above are the CTA's rank, and in a descriptor they would change the leading
-// offset.
-CUTE_DEVICE uint32_t descriptor_address(uint32_t address) { return address & 0x3ffff; }
-
 // Counts this thread as arrived at the barrier of all threads of the cluster, with release
 // semantics. All lanes of a warp call it.
 CUTE_DEVICE void arrive_cluster() {

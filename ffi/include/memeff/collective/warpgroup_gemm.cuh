@@ -25,6 +25,11 @@ constexpr int consumer_registers() {
 }
 static_assert(consumer_registers<384, 24>() == 240 && consumer_registers<384, 32>() == 232);
 
+// The part of an address of shared memory that a matrix descriptor of wgmma holds. Hazard: in a
+// cluster the bits above are the CTA's rank, and in a descriptor they would change the leading
+// offset.
+CUTE_DEVICE uint32_t descriptor_address(uint32_t address) { return address & 0x3ffff; }
+
 // A shared tile as an operand of wgmma, given by its matrix descriptor: start address, leading and
 // stride offsets in units of 16 bytes, and the swizzle (PTX ISA, "Asynchronous warpgroup level
 // matrix instructions"). at(step) is the descriptor of 16 elements of the summed dimension k.
