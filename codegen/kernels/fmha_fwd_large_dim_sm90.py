@@ -34,8 +34,11 @@ class Tile(WgmmaTile):
     modifiers: tuple[str, ...] = ("soft cap", *MASK_MODIFIERS)
     value_stages: int = 1
     """Buffers of the values of each consumer, half of the columns."""
-    cluster: int = 2
-    """CTAs with adjacent query rows that share keys and values."""
+    cluster: int = 1
+    """CTAs with adjacent query rows that share keys and values. Two were faster on an H200, but the
+    results of every second row tile were wrong (docs/tuning/sm90_forward.md, "Large head dims").
+    The cause is mended, and a GPU has to confirm it before clusters are used.
+    """
 
 
 TILES: Mapping[tuple[int, int], Tile] = {
