@@ -202,12 +202,17 @@ def decode() -> list[Cell]:
 
 
 def features() -> list[Cell]:
-    """Bias with gradient, dropout, and both; and the bias of pair representations (AlphaFold)."""
+    """Bias with gradient, dropout, and both."""
     modifiers = ({"bias": True}, {"dropout": 0.1}, {"bias": True, "dropout": 0.1})
     return [
         _constant_size("features", length, dim, **modifier)
         for dim, length, modifier in itertools.product((64, 128, 256), (2048, 4096), modifiers)
-    ] + [_square("features", 256, 256, 4, 32, bias=True)]
+    ]
+
+
+def pairs() -> list[Cell]:
+    """The bias of pair representations (AlphaFold), shared by many short sequences."""
+    return [_square("pairs", 256, 256, 4, 32, bias=True)]
 
 
 def window() -> list[Cell]:
@@ -349,6 +354,7 @@ SETS = {
         gqa,
         decode,
         features,
+        pairs,
         window,
         softcap,
         varlen,

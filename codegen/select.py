@@ -30,12 +30,9 @@ from jax_memeff.errors import UnsupportedError
 
 TUNED_DIMS = (
     (32, 32),
-    (48, 48),
     (64, 64),
-    (80, 80),
     (96, 96),
     (128, 128),
-    (160, 160),
     (192, 128),
     (192, 192),
     (256, 256),

@@ -83,11 +83,8 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel(abc.ABC):
-    """A device kernel: everything that is specific to it, in the module of ``kernels/`` with the
-    name of its device file. ``stem`` is the path of that file, and of the module, below
-    ``kernels/``.
-
-    It has no state, so that two kernels of one class are equal, in other processes too.
+    """Everything that is specific to a device kernel. Its module and its device file have the path
+    ``stem`` below ``kernels/``. Two kernels of one class are equal, because they have no state.
     """
 
     stem: ClassVar[str]

@@ -23,6 +23,7 @@ TITLES = {
     "softcap": "soft cap, and without",
     "varlen": "packed sequences",
     "features": "bias, dropout, both",
+    "pairs": "bias of pair representations",
     "masks": "segment ids, boolean masks",
     "float32": "float32",
     "decode": "few queries, long keys",

@@ -259,6 +259,7 @@ class FmhaFwdSm90(PersistentSm90):
     direction = "forward"
     class_name = "FmhaForwardSm90"
     reads_pages = True
+    own_problems = tuple(((dim, dim), {}) for dim in (48, 80, 160))
     tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
 
     def padded_rows(self) -> Iterator[Row]:
