@@ -9,8 +9,9 @@
 namespace memeff {
 
 // [kRows, kColumns] elements as a stack of panels with rows of 128 bytes (or 64 if 128 does not
-// divide a row). The last panel may be wider than the columns that are left. Inside a panel the 16-byte chunks of a row are XOR-swizzled with the row, so that
-// the eight rows of an ldmatrix matrix fall into eight different bank groups.
+// divide a row). The last panel may be wider than the columns that are left. Inside a panel the
+// 16-byte chunks of a row are XOR-swizzled with the row, so that the eight rows of an ldmatrix
+// matrix fall into eight different bank groups.
 //
 // 32-bit elements are also read one by one, eight adjacent ones (two chunks) in each of four rows:
 // rows 0-3, or the even rows of eight, or the odd ones. The rows of each of these sets therefore
@@ -39,8 +40,9 @@ struct SharedTile {
                                  cute::Layout<cute::Shape<cute::_8, cute::Int<kPanelColumns>>,
                                               cute::Stride<cute::Int<kPanelColumns>, cute::_1>>{}));
   using Layout = decltype(cute::tile_to_shape(
-      Atom{}, cute::Shape<cute::Int<kRows>,
-                          cute::Int<kPanels * kPanelColumns>>{}));  // (kRows, columns of the panels)
+      Atom{},
+      cute::Shape<cute::Int<kRows>, cute::Int<kPanels * kPanelColumns>>{}));  // (kRows, columns of
+                                                                              // the panels)
 
   CUTE_HOST_DEVICE static constexpr int byte_offset(int row, int chunk) {
     int const panel = chunk / kChunks;
