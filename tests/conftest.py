@@ -162,6 +162,25 @@ def selected(request):
 
 
 @pytest.fixture(scope="session")
+def compile_kernels(request):
+    """A function that compiles pairs of a spec and an architecture in parallel.
+
+    Each of several xdist workers compiles a share, in one process.
+    """
+    from jax_memeff.codegen.toolchain import parallel
+
+    def compile_all(jobs):
+        ordered = sorted(jobs, key=lambda job: (job[0].sort_key, job[0].name, job[1]))
+        if worker := getattr(request.config, "workerinput", None):
+            index = int(worker["workerid"].removeprefix("gw"))
+            parallel.compile_many(ordered[index :: worker["workercount"]], processes=1)
+        else:
+            parallel.compile_many(ordered)
+
+    return compile_all
+
+
+@pytest.fixture(scope="session")
 def machine(request):
     """A process with an emulated GPU. ``submit`` runs a function in it."""
     if shutil.which("g++") is None:

@@ -33,7 +33,6 @@ from jax_memeff._call.operands import NeedsGrad, QkvPackedOperands
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff._op import vjp
 from jax_memeff.codegen import strategy
-from jax_memeff.codegen.toolchain import parallel
 
 pytestmark = pytest.mark.gpu
 CASES = [*kernel_cases.cases(), *case_matrix.cases()]
@@ -53,11 +52,8 @@ def marked(cases):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled(request, selected):
-    """Compiles the kernels of the selected cases before the first one runs.
-
-    Each of several xdist workers compiles a share, in one process.
-    """
+def compiled(compile_kernels, selected):
+    """Compiles the kernels of the selected cases before the first one runs."""
     jobs = set()
     gradients: dict[Case, set[NeedsGrad | None]] = {}
     for call in selected:
@@ -71,12 +67,7 @@ def compiled(request, selected):
         with without_splits():
             for arch, spec in cuda.kernels(operands, case.options, None).items():
                 jobs.add((spec, arch))
-    ordered = sorted(jobs, key=lambda job: (job[0].sort_key, job[0].name, job[1]))
-    if worker := getattr(request.config, "workerinput", None):
-        index = int(worker["workerid"].removeprefix("gw"))
-        parallel.compile_many(ordered[index :: worker["workercount"]], processes=1)
-    else:
-        parallel.compile_many(ordered)
+    compile_kernels(jobs)
 
 
 def without_splits():

@@ -18,7 +18,6 @@ import jax_memeff
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff.codegen import gpu, strategy
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.toolchain import parallel
 
 DIMS = {(32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128)}
 """Head dims of the cases on a GPU."""
@@ -196,13 +195,12 @@ def gpu_cases() -> list[TangentCase]:
 
 
 @pytest.fixture(scope="module")
-def compiled(selected):
+def compiled(compile_kernels, selected):
     """Compiles the kernels of the selected cases before the first one runs."""
     if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
         pytest.skip("these are the kernels of Hopper")
     cases = dict.fromkeys(call["made"] for call in selected if "made" in call)
-    jobs = {(spec, gpu.WGMMA_ARCH) for made in cases for spec in kernels(made)}
-    parallel.compile_many(sorted(jobs, key=lambda job: (job[0].sort_key, job[0].name)))
+    compile_kernels({(spec, gpu.WGMMA_ARCH) for made in cases for spec in kernels(made)})
 
 
 @pytest.mark.gpu
