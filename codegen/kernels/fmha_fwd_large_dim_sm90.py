@@ -1,6 +1,4 @@
-"""The forward of wgmma for head dims above 256: two consumers divide the columns of the output, and
-the CTAs of a cluster share keys and values.
-"""
+"""The forward of wgmma for head dims above 256: two consumers divide the columns of the output."""
 
 from __future__ import annotations
 
@@ -34,11 +32,6 @@ class Tile(WgmmaTile):
     modifiers: tuple[str, ...] = ("soft cap", *MASK_MODIFIERS)
     value_stages: int = 1
     """Buffers of the values of each consumer, half of the columns."""
-    cluster: int = 1
-    """CTAs with adjacent query rows that share keys and values. Two were faster on an H200, but the
-    results of every second row tile were wrong (docs/tuning/sm90_forward.md, "Large head dims").
-    The cause is mended, and a GPU has to confirm it before clusters are used.
-    """
 
 
 TILES: Mapping[tuple[int, int], Tile] = {
@@ -103,17 +96,10 @@ class FmhaFwdLargeDimSm90(WgmmaKernel):
         )
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        cluster = _tile(spec).cluster
-        grid = Grid(f"{cluster}*B*N*T/{cluster * spec.tile.query}")
-        return (self.main(spec, grid)._replace(cluster=cluster),)
+        return (self.main(spec, Grid(f"B*N*T/{spec.tile.query}")),)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        tile = _tile(spec)
-        return {
-            **super().constants(spec),
-            "kValueStages": tile.value_stages,
-            "kCluster": tile.cluster,
-        }
+        return {**super().constants(spec), "kValueStages": _tile(spec).value_stages}
 
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int

@@ -44,6 +44,8 @@ rest.
 _WORK_STAGES = 4
 _KEY_PART_BYTES = 24
 """``KeyPart`` of ffi/include/memeff/schedule/balanced_keys.cuh."""
+_FLAG_BYTES = 8
+"""A boolean and its padding."""
 _TILE_PARTS_WORDS = 4
 """``TileParts`` of ffi/include/memeff/params.h."""
 
@@ -102,8 +104,8 @@ class FmhaFwdLatentSm90(WgmmaKernel):
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Queries, two buffers of keys and the probabilities of a KV block; for each row a softmax
-        reference and two pairs of sums; and barriers: one for each panel of columns of a buffer,
-        each of its parts, and the probabilities of each consumer.
+        reference and two pairs of sums; barriers: one for each panel of columns of a buffer, each
+        of its parts, and the probabilities of each consumer; and whether pages may be missing.
         """
         rows, panels = spec.tile.query, spec.padded_head_dim // panel_columns(spec.padded_head_dim)
         stages = _CONSUMERS
@@ -117,6 +119,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
             + barriers * shared_memory.BARRIER_BYTES
             + rings * shared_memory.PIPELINE_BYTES
             + _WORK_STAGES * _KEY_PART_BYTES
+            + _FLAG_BYTES
         )
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:

@@ -25,7 +25,6 @@ from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 
 from jax_memeff._call.operands import Operands
 from jax_memeff._cuda import lowering as cuda
-from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm90 import FmhaFwdLargeDimSm90
 from jax_memeff.codegen.spec import KernelSpec
 
 
@@ -41,12 +40,9 @@ class Run:
     gradients: bool = True
     unattended: bool = False
     """Whether tiles of keys and values to which no row attends are NaN."""
-    cluster: int = 1
-    """The CTAs of a cluster of a forward for large head dims."""
 
     def __str__(self) -> str:
-        cluster = f"-cluster{self.cluster}" if self.cluster > 1 else ""
-        return f"{self.arch}-{self.case}{cluster}-seed{self.seed}"
+        return f"{self.arch}-{self.case}-seed{self.seed}"
 
     def start(self) -> None:
         """Turns this process into the machine. Runs in the process of ``machine``."""
@@ -55,14 +51,7 @@ class Run:
     @contextlib.contextmanager
     def strategy(self) -> Iterator[None]:
         """Splits keys only if the run asks for it, because most cases are small enough to split."""
-        own = {
-            dims: dataclasses.replace(tile, cluster=self.cluster)
-            for dims, tile in FmhaFwdLargeDimSm90.tiles.items()
-        }
-        with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-            patch.setattr(FmhaFwdLargeDimSm90, "tiles", own)
-            if not self.splits:
-                stack.enter_context(test_kernels.without_splits())
+        with contextlib.nullcontext() if self.splits else test_kernels.without_splits():
             yield
 
     def kernels(self) -> list[KernelSpec]:
@@ -269,22 +258,15 @@ FLOAT32 = [
         )
     )
 ]
-# Head dims above 256 in clusters of one, two and four CTAs: with one or two row tiles, KV blocks
-# that are even or odd in number, and tiles without rows or without keys.
+# Head dims above 256: one and several row tiles, an even or odd number of KV blocks, and tiles without
+# rows or without keys.
 LARGE = functools.partial(Case, B=1, H=512, K=1)
 SHARED_MASK = (*SHARED_KEYS, ("boolean", 2, 3))
 LARGE_DIMS = [
-    *on_three_schedules(LARGE(T=130, S=300, **CAUSAL), arch="sm_90a", gradients=False, cluster=2),
-    Run(LARGE(T=300, S=150), "sm_90a", gradients=False, cluster=4),
+    *on_three_schedules(LARGE(T=130, S=300, **CAUSAL), arch="sm_90a", gradients=False),
+    Run(LARGE(T=300, S=150), "sm_90a", gradients=False),
     *(
-        Run(
-            case,
-            "sm_90a",
-            seed,
-            multiprocessors=1 + seed % 3,
-            gradients=case.packed,
-            cluster=1 + seed % 2,
-        )
+        Run(case, "sm_90a", seed, multiprocessors=1 + seed % 3, gradients=case.packed)
         for seed, case in enumerate(
             (
                 LARGE(T=70, S=64),

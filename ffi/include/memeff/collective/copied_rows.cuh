@@ -13,8 +13,8 @@ struct RowPointer {
 };
 
 // The rows of one operand; a main loop calls load() for each KV block, and kThreads threads copy it
-// as a `Tile`. `pages` is the page table of the source.
-template <class Tile, int kThreads, int kAlignment, class Pointer, class Pages>
+// as a `Tile`.
+template <class Tile, int kThreads, int kAlignment, class Pointer>
 struct CopiedRows {
   using Loader = TileLoader<Tile, kThreads, kAlignment>;
 
@@ -22,11 +22,12 @@ struct CopiedRows {
   long long row_bytes;
   int rows;  // rows beyond become zero, and so do columns
   int columns;
-  Pages pages;
 
   // Starts the copy of the rows from `row` on, a multiple of kPageStep; the caller commits the
-  // group.
-  CUTE_DEVICE void load(int row, uint32_t tile, int thread = thread_index()) const {
+  // group. `pages` is the page table of the source, or a window of it.
+  template <class Pages>
+  CUTE_DEVICE void load(int row, uint32_t tile, Pages const& pages,
+                        int thread = thread_index()) const {
     if constexpr (Pages::kPaged) {
       Loader::copy_pages(tile, first_row.get(), row_bytes, pages, row, rows, columns, thread);
     } else {

@@ -46,4 +46,65 @@ struct PageTable<Config, true> {
   }
 };
 
+// The page table of a sequence for a warp that copies its keys by cp.async. The lanes hold 32
+// entries, and the next 32 are loaded ahead.
+//
+// Hazard: L1 returns loads in order. An entry that is loaded after copies have started arrives
+// after them, so a main loop that loads an entry for each KV block waits for its newest copies.
+template <class Config, bool kOn = (Config::kPageSize > 0)>
+struct PageWindow : PageTable<Config> {
+  CUTE_DEVICE PageWindow(PageTable<Config> const& table, int) : PageTable<Config>(table) {}
+
+  CUTE_DEVICE void seek(int) {}
+  CUTE_DEVICE bool may_miss() const { return false; }
+};
+
+template <class Config>
+class PageWindow<Config, true> {
+ public:
+  static constexpr bool kPaged = true;
+  static constexpr int kPageSize = Config::kPageSize;
+  // A part of a tile with fewer keys that begins at a multiple of its size lies in one window.
+  static constexpr int kMaxKeys = kWarpSize * kPageStep;
+
+  // `length` is the number of keys of the sequence.
+  CUTE_DEVICE PageWindow(PageTable<Config> const& table, int length)
+      : table_(table), last_((max(length, 1) - 1) / kPageSize) {}
+
+  // Moves to the window with this key, the same in all lanes. Every lane of the warp calls it.
+  CUTE_DEVICE void seek(int key) {
+    int const first = min(unsigned(key) / kPageSize, unsigned(last_)) / kWarpSize * kWarpSize;
+    if (first == first_) return;
+    current_ = first == first_ + kWarpSize ? next_ : load(first);
+    next_ = load(first + kWarpSize);
+    first_ = first;
+    may_miss_ |= __any_sync(0xffffffffu, unsigned(current_) >= unsigned(table_.pages));
+  }
+
+  // The row of the pool for a key of the window, or -1 if its page is outside the pool. Every lane
+  // calls it, each for a key of its own.
+  CUTE_DEVICE int row(int key) const {
+    int const page = __shfl_sync(0xffffffffu, current_, int(unsigned(key) / kPageSize) - first_);
+    return unsigned(page) < unsigned(table_.pages)
+               ? page * kPageSize + int(unsigned(key) % kPageSize)
+               : -1;
+  }
+
+  // Whether a window so far had an invalid entry.
+  CUTE_DEVICE bool may_miss() const { return may_miss_; }
+
+ private:
+  // Hazard: the table may end at the last page of the sequence.
+  CUTE_DEVICE int load(int first) const {
+    return __ldg(table_.entries + min(first + int(threadIdx.x) % kWarpSize, last_));
+  }
+
+  PageTable<Config> table_;
+  int last_;  // page of the sequence
+  int first_ = -2 * kWarpSize;
+  int current_ = 0;  // the entry of this lane
+  int next_ = 0;
+  bool may_miss_ = false;
+};
+
 }  // namespace memeff

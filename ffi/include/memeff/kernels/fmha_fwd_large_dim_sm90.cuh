@@ -8,17 +8,11 @@
 //   consumer 0 | S(0) softmax P(0) V(0)        P(1) V(1)  S(2) softmax P(2) V(2) ...
 //   consumer 1 |        S(1)       P(0) V(0)  softmax  P(1) V(1)        P(2) V(2)  S(3) ...
 //
-// 64 rows read each key from L2 so often that L2 would be the bottleneck. So the CTAs of a cluster
-// compute adjacent row tiles of the same head: each copies a part of the keys and values by TMA
-// multicast into the shared memory of all of them. They therefore process the same KV blocks, those
-// that any of their rows needs, and a CTA without rows computes what nobody reads.
-//
 // Keys arrive in panels of 64 columns, because scores add up panel by panel, and because a ring of
 // panels fills shared memory to the last 8 KB. Each consumer has a ring of its own for its columns
-// of the values. A buffer is full again when the consumers of all CTAs have released it.
+// of the values.
 #pragma once
 
-#include <memeff/arch/cluster.cuh>
 #include <memeff/collective/softmax/exchange.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -46,7 +40,6 @@ struct FmhaForwardLargeDimSm90 {
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
-  static constexpr int kCluster = Config::kCluster;  // CTAs
   static_assert(kTileQuery == kWarpgroupRows);
 
   static constexpr int kColumns = Config::kValueDim / kWarpgroups;  // of a consumer's output
@@ -101,30 +94,26 @@ struct FmhaForwardLargeDimSm90 {
     return tiles + kValueOffset + (warpgroup * kValueStages + stage.index) * ValueTile::kBytes;
   }
 
-  // The row tile of a CTA. Its batch index and head are those of its cluster.
-  CUTE_DEVICE static WorkItem item(ProblemShape const& shape, ScoreView const& bias, int rank) {
-    WorkItem item = work_item<Config, Heaviest::last>(shape, bias, blockIdx.x / kCluster,
-                                                      cluster_tiles(shape), shape.query_heads);
-    item.tile = item.tile * kCluster + rank;
-    return item;
+  CUTE_DEVICE static WorkItem item(ProblemShape const& shape, ScoreView const& bias) {
+    return work_item<Config, Heaviest::last>(shape, bias, blockIdx.x, row_tiles(shape),
+                                             shape.query_heads);
   }
-  // How many clusters compute a head.
-  CUTE_DEVICE static int cluster_tiles(ProblemShape const& shape) {
-    return ceil_div(shape.query_length, kTileQuery * kCluster);
+  // The number of row tiles of a head.
+  CUTE_DEVICE static int row_tiles(ProblemShape const& shape) {
+    return ceil_div(shape.query_length, kTileQuery);
   }
 
-  // The KV blocks that some row of the cluster needs.
+  // The KV blocks that some row of the tile needs.
   CUTE_DEVICE static TileRange blocks(Mask const& mask, WorkItem const& item) {
-    int const first = item.tile / kCluster * kCluster * kTileQuery;
-    TileRange const range = mask.key_tiles(first, kTileQuery * kCluster, kTileKey);
+    TileRange const range = mask.key_tiles(item.tile * kTileQuery, kTileQuery, kTileKey);
     return range.begin < range.end ? range : TileRange{0, 0};
   }
 
   CUTE_DEVICE static void init(Control& control) {
     constexpr int kWarps = kWarpgroupSize / kWarpSize;  // of a consumer
-    control.key.init(kWarps * kCluster);
+    control.key.init(kWarps);
     CUTE_UNROLL
-    for (auto& value : control.value) value.init(kWarps * kCluster);
+    for (auto& value : control.value) value.init(kWarps);
     CUTE_UNROLL
     for (uint64_t& barrier : control.probabilities) init_barrier(barrier, kWarps);
     init_barrier(control.query, 1);
@@ -143,11 +132,10 @@ struct FmhaForwardLargeDimSm90 {
       prefetch_map(maps.value);
       init(control);
     }
-    sync_cluster();
-    int const rank = kCluster > 1 ? cluster_rank() : 0;
+    __syncthreads();
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
-      Producer const producer(params, maps, control, tiles, rank);
+      Producer const producer(params, maps, control, tiles);
       switch (threadIdx.x - kConsumers) {
         case 0:
           producer.produce_keys();
@@ -161,18 +149,7 @@ struct FmhaForwardLargeDimSm90 {
       }
     } else {
       raise_registers<kConsumerRegisters>();
-      Consumer::run(params, control, tiles, rank);
-    }
-  }
-
- private:
-  // Makes the barriers of each CTA visible to the threads of all of them.
-  CUTE_DEVICE static void sync_cluster() {
-    if constexpr (kCluster == 1) {
-      __syncthreads();
-    } else {
-      arrive_cluster();
-      wait_cluster();
+      Consumer::run(params, control, tiles);
     }
   }
 };

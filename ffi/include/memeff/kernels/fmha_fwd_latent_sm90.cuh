@@ -98,6 +98,8 @@ struct FmhaForwardLatentSm90 {
     Pipeline<1> query;
     Pipeline<kWorkStages> work;
     KeyPart parts[kWorkStages];
+    // Set by the producer before a KV block with an invalid page is complete, and never cleared.
+    bool may_miss_pages;
   };
 
   static constexpr int kKeyOffset = QueryTile::kBytes;
@@ -125,6 +127,7 @@ struct FmhaForwardLatentSm90 {
     }
     control.query.init(kWarpgroups * kWarps);
     control.work.init(kWarpgroups * kWarps + kParts);
+    control.may_miss_pages = false;
     fence_barrier_init();
   }
 

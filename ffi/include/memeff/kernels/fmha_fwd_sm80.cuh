@@ -56,8 +56,7 @@ struct FmhaForwardSm80 {
   using StagedRow = StagedPointer<Config::kStageRegisters>;
   using StagedBiasRow = StagedPointer<Config::kStageRegisters && has_bias_tile<Config>()>;
   template <class KeyOrValueTile>
-  using Rows =
-      CopiedRows<KeyOrValueTile, kThreads, Config::kAlignment, StagedRow, PageTable<Config>>;
+  using Rows = CopiedRows<KeyOrValueTile, kThreads, Config::kAlignment, StagedRow>;
   using Bias =
       WarpRowsBias<Config, ScoreGrid, Config::kWarps, kTileKey, false, StagedBiasRow, Mask>;
   using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>>;
@@ -100,13 +99,11 @@ struct FmhaForwardSm80 {
     Rows<KeyTile> const keys = {{shared + kStagedKeyOffset, source.row(params.key)},
                                 row_bytes<Element>(params.key),
                                 mask.key_length,
-                                shape.head_dim,
-                                source.pages};
+                                shape.head_dim};
     Rows<ValueTile> const values = {{shared + kStagedValueOffset, source.row(params.value)},
                                     row_bytes<Element>(params.value),
                                     mask.key_length,
-                                    shape.value_dim,
-                                    source.pages};
+                                    shape.value_dim};
     StagedBiasRow const bias_row(
         shared + kStagedBiasOffset,
         memeff::bias_row<Config>(params.bias, item.batch, item.head, row + ScoreGrid::row()));
@@ -123,11 +120,12 @@ struct FmhaForwardSm80 {
           shared, row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head),
           params.query.row_stride * sizeof(Element), mask.query_length - row, shape.head_dim);
       int const column = (kv_blocks.end - 1) * kTileKey;
-      keys.load(column, shared + kKeyOffset);
+      keys.load(column, shared + kKeyOffset, source.pages);
       commit_copies();
       modifiers.load(column);
     }
-    attend(params, item, mask, kv_blocks, keys, values, modifiers, shared, softmax, output);
+    attend(params, item, mask, kv_blocks, source.pages, keys, values, modifiers, shared, softmax,
+           output);
 
     if constexpr (Config::kStageRegisters) softmax.unstage(shared + kStagedSoftmaxOffset);
     RowsOfTile<> const rows(shape, item.batch, item.head, row, mask.query_length);
@@ -141,9 +139,9 @@ struct FmhaForwardSm80 {
   template <class Output>
   CUTE_DEVICE static void attend(ForwardParams const& params, WorkItem const& item,
                                  Mask const& mask, KvBlocks const& kv_blocks,
-                                 Rows<KeyTile> const& keys, Rows<ValueTile> const& values,
-                                 Modifiers const& modifiers, uint32_t shared, Softmax& softmax,
-                                 Output& output) {
+                                 PageTable<Config> const& pages, Rows<KeyTile> const& keys,
+                                 Rows<ValueTile> const& values, Modifiers const& modifiers,
+                                 uint32_t shared, Softmax& softmax, Output& output) {
     uint32_t const key_tile = shared + kKeyOffset;
     uint32_t const value_tile = shared + kValueOffset;
     int const row = item.tile * kTileQuery;
@@ -159,7 +157,7 @@ struct FmhaForwardSm80 {
 
       wait_copies<Bias::kCopyGroups>();
       __syncthreads();  // keys have arrived; every thread has read the previous values
-      values.load(column, value_tile);
+      values.load(column, value_tile, pages);
       commit_copies();
 
       auto scores = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
@@ -169,7 +167,7 @@ struct FmhaForwardSm80 {
       wait_copies<0>();
       __syncthreads();  // values have arrived; every thread has read these keys
       if (has_next) {
-        keys.load(next_column(), key_tile);
+        keys.load(next_column(), key_tile, pages);
         commit_copies();
       }
 

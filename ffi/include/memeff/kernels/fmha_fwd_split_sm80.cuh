@@ -113,18 +113,17 @@ struct FmhaForwardSplitSm80 {
     KvBlocks const kv_blocks = of_row.within(part_of_split(params, item, mask, of_row));
 
     KeyValueSource<Config> const source(params, item.batch, key_head);
-    Operands operands(params, source.pages, key_head, mask.key_length, query_tile + kTileBytes);
-    KvTiles const kv_tiles = {
+    Operands operands(params, key_head, mask.key_length, query_tile + kTileBytes);
+    KvTiles kv_tiles = {
         {{source.row(params.key)},
          row_bytes<KeyValueElement<Config>>(params.key),
          mask.key_length,
-         shape.head_dim,
-         source.pages},
+         shape.head_dim},
         {{source.row(params.value)},
          row_bytes<KeyValueElement<Config>>(params.value),
          mask.key_length,
-         shape.value_dim,
-         source.pages},
+         shape.value_dim},
+        {source.pages, mask.key_length},
         kv_blocks.end,
         consumer_group_tiles,
     };
@@ -193,9 +192,8 @@ struct FmhaForwardSplitSm80 {
   template <class Output, class EndBlock>
   CUTE_DEVICE static void attend(ForwardParams const& params, SplitWorkItem const& item,
                                  Mask const& mask, TileRows const& rows, Walk walk,
-                                 KvTiles const& kv_tiles, Operands const& operands,
-                                 uint32_t query_tile, Softmax& softmax, Output& output,
-                                 EndBlock end_block) {
+                                 KvTiles& kv_tiles, Operands const& operands, uint32_t query_tile,
+                                 Softmax& softmax, Output& output, EndBlock end_block) {
     LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks> const query(query_tile,
                                                                              ScoreGrid::row());
     Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, item.batch}};
@@ -219,7 +217,8 @@ struct FmhaForwardSplitSm80 {
 
         ScoreTilePosition const at = {item.batch, item.head, rows.row, column};
         modifiers.forward(scores, at, rows, column);
-        mask.template apply<kTileQuery, kTileKey>(scores, params, at, walk.partial());
+        mask.template apply<kTileQuery, kTileKey>(scores, params, at, walk.partial(), 0,
+                                                  kv_tiles.pages.may_miss());
         softmax.step(scores, output, params.scale.softmax_scale);
         auto probabilities = as_left_operand<typename Operands::Element>(scores);
         Probabilities::forward(params, item.batch, item.head, rows.row, column, probabilities);
@@ -254,7 +253,7 @@ struct FmhaForwardSplitSm80 {
   CUTE_DEVICE static void attend_segments(ForwardParams const& params, SplitWorkItem const& item,
                                           Mask const& mask, TileRows const& rows,
                                           KvBlocks const& kv_blocks, Walk const& walk,
-                                          KvTiles const& kv_tiles, Operands const& operands,
+                                          KvTiles& kv_tiles, Operands const& operands,
                                           uint32_t query_tile, Softmax& softmax, Output& output) {
     SegmentSum<Output> sum;
     float const scale = probability_scale<Config>(params) * operands.output_scale();
@@ -314,6 +313,8 @@ struct FmhaForwardSplitSm80 {
   CUTE_DEVICE static void clear_gap(ForwardParams const& params, SplitWorkItem const& item,
                                     int length) {
     Rows const rows(params.shape);
+    // The loop over heads would read the starts of the sequences again for each.
+    if (Gap::of_queries(params.shape, item.batch, rows.query(length)).empty()) return;
     int const tiles = ceil_div(rows.count(params.shape.query_length), kTileQuery);
     for (int head = 0; head < rows.heads; ++head) {
       WorkItem const part = {item.tile, rows.query_head(item.head, head), item.batch};

@@ -47,6 +47,7 @@ struct Gap {
     return {shape.key_starts[batch] + length, shape.key_starts[batch + 1], shape.key_tokens};
   }
 
+  CUTE_DEVICE bool empty() const { return begin >= end; }
   CUTE_DEVICE int token(int row) const { return row < tokens ? row : row - tokens; }
 
   // Writes zeros to this CTA's rows of one head, one warp per row.

@@ -7,8 +7,8 @@
 
 namespace memeff {
 
-// Sets the scores of keys on missing pages to -inf. ScoreMask calls it for every tile of a paged
-// call; without pages it does nothing.
+// Sets the scores of keys on missing pages to -inf. ScoreMask calls it for the tiles of a paged
+// call that may have such keys; without pages it does nothing.
 template <class Config, class Grid>
 struct PageMask {
   // Masks the tile of kColumns columns at `at`; the interval mask has masked columns from

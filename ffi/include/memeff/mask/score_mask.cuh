@@ -21,16 +21,18 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
   // Sets the accumulators of invalid elements to -inf in the tile of kColumns columns at `at`. The
   // caller owns kRows rows of the tile, from `own_row` on. If the tile is not `partial`, the block
   // mask has shown that arrays and functions leave all its elements valid, so only intervals and
-  // pages are tested.
+  // pages are tested. `may_miss_pages`: whether the caller has not found all its pages valid.
   template <int kRows, int kColumns, class Accumulators, class Params>
   CUTE_DEVICE void apply(Accumulators& scores, Params const& params, ScoreTilePosition const& at,
-                         bool partial = true, int own_row = 0) const {
+                         bool partial = true, int own_row = 0, bool may_miss_pages = true) const {
     int const row_bound = this->query_length - at.row;
     int const column_bound = this->key_length - at.column;
     if (this->needs_test(at.row + own_row, kRows, at.column, kColumns)) {
       Interval::template apply<Grid>(scores, at.row, at.column);
     }
-    PageMask<Config, Grid>::template apply<kColumns>(scores, params, at, column_bound);
+    if (may_miss_pages) {
+      PageMask<Config, Grid>::template apply<kColumns>(scores, params, at, column_bound);
+    }
     if constexpr (kMasksRows) {
       if (row_bound < own_row + kRows) mask_rows_from<false>(scores, row_bound);
     }

@@ -2,7 +2,6 @@
 // and half of the output's columns over all KV blocks.
 #pragma once
 
-#include <memeff/arch/cluster.cuh>
 #include <memeff/collective/softmax/linear_scores.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -29,7 +28,6 @@ struct LargeDimConsumerSm90 {
   using Softmax = typename Kernel::Softmax;
   using Turns = typename Kernel::Turns;
   using ValueTile = typename Kernel::ValueTile;
-  static constexpr int kCluster = Kernel::kCluster;
   static constexpr int kKeyPanels = Kernel::kKeyPanels;
   static constexpr int kKeySteps = Config::kTileKey / 16;
   static constexpr int kPanelSteps = KeyPanel::kColumns / 16;
@@ -45,12 +43,11 @@ struct LargeDimConsumerSm90 {
     PipelineStage<Kernel::kValueStages> value;
   };
 
-  CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles,
-                              int rank) {
+  CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
     Position at;
     // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
-    WorkItem const item = Kernel::item(params.shape, params.bias, rank);
+    WorkItem const item = Kernel::item(params.shape, params.bias);
     Mask const mask(params.mask, params.shape, item.batch);
     TileRange const range = Kernel::blocks(mask, item);
     auto output = OutGrid::make_accumulators();  // (4, 1, MMA_N)
@@ -59,11 +56,8 @@ struct LargeDimConsumerSm90 {
     if (range.begin < range.end) {
       compute(params, control, tiles, item, mask, range, at, softmax, output);
     }
-    // The barriers of this CTA must exist until the last consumer of the cluster has arrived there.
-    if constexpr (kCluster > 1) arrive_cluster();
     Exchange::add_row_sums(control.row_sums, at.warpgroup, Kernel::kConsumerBarrier, softmax);
     write(params, item, mask.query_length, at.warpgroup, softmax, output);
-    if constexpr (kCluster > 1) wait_cluster();
   }
 
  private:
@@ -144,25 +138,23 @@ struct LargeDimConsumerSm90 {
       control.key.wait(stage);
       begin_products();  // after each wait, else ptxas (CUDA 13.0) injects it (C7519)
       warpgroup_gemm<Element, kPanelSteps>(
-          scores, operand<QueryPanel, Contiguous::k>(tiles + panel * QueryPanel::kBytes),
-          operand<KeyPanel, Contiguous::k>(Kernel::keys(tiles, stage)), panel > 0);
+          scores, DescriptorOperand<QueryPanel, Contiguous::k>(tiles + panel * QueryPanel::kBytes),
+          DescriptorOperand<KeyPanel, Contiguous::k>(Kernel::keys(tiles, stage)), panel > 0);
       stage.advance();
     }
     commit_products();
     Turns::pass(at.warpgroup);
   }
 
-  // Releases the keys of a KV block, each panel and CTA by another lane, and passes those of the
-  // next KV block, which the other consumer reads.
+  // Releases the keys of a KV block, each panel by another lane, and passes those of the next KV
+  // block, which the other consumer reads.
   CUTE_DEVICE static void release_keys(Control& control, Position& at) {
-    constexpr int kReleases = kKeyPanels * kCluster;
-    CUTE_UNROLL
-    for (int first = 0; first < kReleases; first += kWarpSize) {
-      int const index = first + int(threadIdx.x) % kWarpSize;
-      if (index >= kReleases) break;
+    static_assert(kKeyPanels <= kWarpSize);
+    int const panel = int(threadIdx.x) % kWarpSize;
+    if (panel < kKeyPanels) {
       auto stage = at.key;
-      stage.advance(index % kKeyPanels);
-      release(control.key.empty[stage.index], index / kKeyPanels);
+      stage.advance(panel);
+      arrive_barrier(control.key.empty[stage.index]);
     }
     random_sleep();
     at.key.advance(kKeyPanels);
@@ -171,18 +163,11 @@ struct LargeDimConsumerSm90 {
   CUTE_DEVICE static void pass_keys(Position& at) { at.key.advance(kKeyPanels); }
 
   CUTE_DEVICE static void release_values(Control& control, Position& at) {
-    int const rank = int(threadIdx.x) % kWarpSize;
-    if (rank < kCluster) release(control.value[at.warpgroup].empty[at.value.index], rank);
+    if (threadIdx.x % kWarpSize == 0) {
+      arrive_barrier(control.value[at.warpgroup].empty[at.value.index]);
+    }
     random_sleep();
     at.value.advance();
-  }
-
-  CUTE_DEVICE static void release(uint64_t& empty, int rank) {
-    if constexpr (kCluster == 1) {
-      arrive_barrier(empty);
-    } else {
-      arrive_cluster_barrier(empty, rank);
-    }
   }
 
   // Passes the probabilities of a KV block to the other consumer, with the softmax references.
@@ -231,7 +216,8 @@ struct LargeDimConsumerSm90 {
     fence_accumulators(output);
     begin_products();
     warpgroup_gemm<Element, kKeySteps>(
-        output, operand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset),
+        output,
+        DescriptorOperand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset),
         values(tiles, at), true);
     commit_products();
   }
@@ -259,12 +245,8 @@ struct LargeDimConsumerSm90 {
 
   CUTE_DEVICE static DescriptorOperand<ValueTile, Contiguous::outer> values(uint32_t tiles,
                                                                             Position const& at) {
-    return operand<ValueTile, Contiguous::outer>(Kernel::values(tiles, at.warpgroup, at.value));
-  }
-
-  template <class Tile, Contiguous kOrder>
-  CUTE_DEVICE static DescriptorOperand<Tile, kOrder> operand(uint32_t tile) {
-    return DescriptorOperand<Tile, kOrder>(kCluster > 1 ? descriptor_address(tile) : tile);
+    return DescriptorOperand<ValueTile, Contiguous::outer>(
+        Kernel::values(tiles, at.warpgroup, at.value));
   }
 
   // Writes this consumer's columns of the output. Consumer 0 also clears rows that are not valid.
@@ -281,7 +263,7 @@ struct LargeDimConsumerSm90 {
     }
     if constexpr (Config::kVarlen) {
       clear_query_gap<Config, Kernel::kConsumers>(params, item, query_length,
-                                                  Kernel::cluster_tiles(params.shape) * kCluster);
+                                                  Kernel::row_tiles(params.shape));
     }
   }
 };

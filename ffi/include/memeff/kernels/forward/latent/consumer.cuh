@@ -121,7 +121,8 @@ struct LatentConsumerSm90 {
     ScoreTilePosition const tile = {part.batch, part.head, part.tile * kTileQuery,
                                     block * kTileKey};
     modifiers.forward(scores, tile);
-    mask.template apply<kTileQuery, kTileKey>(scores, params, tile);
+    mask.template apply<kTileQuery, kTileKey>(scores, params, tile, true, 0,
+                                              control.may_miss_pages);
     auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
     fence_accumulators(scores);
     // Redundant wait: it ends the basic block. Without it ptxas sinks the exponentials below the

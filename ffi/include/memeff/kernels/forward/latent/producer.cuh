@@ -76,7 +76,7 @@ struct LatentProducerSm90 {
       for (int block = part.begin; block < part.end; ++block) {
         // The table is read before the wait, which hides its latency.
         int rows[kBoxes];
-        find_rows(params, source, key_length, block * kTileKey, rows);
+        find_rows(params, control, source, key_length, block * kTileKey, rows);
         auto& barriers = control.keys[stage.index];
         wait_barrier(barriers.empty[columns], stage.parity ^ 1);
         random_sleep();
@@ -92,7 +92,7 @@ struct LatentProducerSm90 {
 
         int const ahead = block + kPrefetched;
         if (ahead >= part.end || !schedule.has_share(int(blockIdx.x), ahead)) continue;
-        find_rows(params, source, key_length, ahead * kTileKey, rows);
+        find_rows(params, control, source, key_length, ahead * kTileKey, rows);
         for_each_box(columns, [&](int panel, int box) {
           prefetch_box(map, panel * KeyTile::kPanelColumns, rows[box], part.head, batch);
         });
@@ -118,7 +118,7 @@ struct LatentProducerSm90 {
 
   // Finds the first row in the tensor of each box of a KV block. Keys without a valid page get a
   // row beyond the end of the pool, where TMA fills with zeros.
-  CUTE_DEVICE static void find_rows(ForwardParams const& params,
+  CUTE_DEVICE static void find_rows(ForwardParams const& params, Control& control,
                                     KeyValueSource<Config> const& source, int key_length, int first,
                                     int (&rows)[kBoxes]) {
     if constexpr (PageTable<Config>::kPaged) {
@@ -126,6 +126,7 @@ struct LatentProducerSm90 {
       for (int box = 0; box < kBoxes; ++box) {
         int const key = first + box * kBoxRows;
         int const row = key < key_length ? source.pages.row(key) : -1;
+        if (row < 0 && key < key_length) control.may_miss_pages = true;
         rows[box] = row < 0 ? params.shape.key_tokens : row;
       }
     } else {

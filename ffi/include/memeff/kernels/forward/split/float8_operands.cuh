@@ -93,11 +93,9 @@ class Float8Operands : public SplitTiles<Config> {
   static constexpr int kScaleBytes =
       kFactorBytes + ConsumerGroup::kConsumerGroups * Config::kStages * kStageBytes;
 
-  // `pages` is the page table of the sequence, `length` its number of keys, and `shared` the
-  // address behind the tiles.
-  CUTE_DEVICE Float8Operands(ForwardParams const& params, PageTable<Config> const& pages,
-                             int key_head, int length, uint32_t shared)
-      : params_(params), pages_(pages), key_head_(key_head), length_(length), shared_(shared) {}
+  // `length` is the number of keys of the sequence, and `shared` the address behind the tiles.
+  CUTE_DEVICE Float8Operands(ForwardParams const& params, int key_head, int length, uint32_t shared)
+      : params_(params), key_head_(key_head), length_(length), shared_(shared) {}
 
   // Converts a tile of queries, a row per warp at a time. row_at(row of the tile) returns a
   // QueryRow. In each 16 columns pair p moves to place p / 2, or p / 2 + 4 if p is odd: the pairs
@@ -154,12 +152,13 @@ class Float8Operands : public SplitTiles<Config> {
 
   // Starts the copies of the scales of the keys from `column` on. Scales of pages that the sequence
   // does not have become zero, because 0 * NaN would be NaN.
-  CUTE_DEVICE void load_scales(int column, int stage) const {
+  CUTE_DEVICE void load_scales(int column, int stage, PageWindow<Config> const& pages) const {
     if constexpr (kByPage) {
       int const part = ConsumerGroup::thread();
+      int const key = column + part % kParts * kPageStep;
+      int const found = pages.row(min(key, length_ - 1));
       if (part >= kParts) return;
-      int const key = column + part * kPageStep;
-      int const row = key < length_ ? pages_.row(key) : -1;
+      int const row = key < length_ ? found : -1;
       int const page = max(row, 0) / Config::kPageSize;
       uint32_t const target = stage_scales(stage) + part * 4;
       if constexpr (Config::kKeyScale == PoolScale::pages) {
@@ -256,7 +255,6 @@ class Float8Operands : public SplitTiles<Config> {
   }
 
   ForwardParams const& params_;
-  PageTable<Config> pages_;
   int key_head_;
   int length_;
   uint32_t shared_;

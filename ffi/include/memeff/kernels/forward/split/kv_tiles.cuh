@@ -19,23 +19,25 @@ struct SplitKvTiles {
   static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
 
   template <class Tile>
-  using Rows = CopiedRows<Tile, ConsumerGroup::kThreads, 16, RowPointer, PageTable<Config>>;
+  using Rows = CopiedRows<Tile, ConsumerGroup::kThreads, 16, RowPointer>;
 
   Rows<KeyTile> keys;
   Rows<ValueTile> values;
+  PageWindow<Config> pages;
   int end;
   uint32_t shared;
 
   // Starts the copies of a KV block. Past the end it commits an empty group, so that waits keep
   // their count.
-  CUTE_DEVICE void load(int tile, int stage, Operands const& operands) const {
+  CUTE_DEVICE void load(int tile, int stage, Operands const& operands) {
     if (tile < end) {
       int const column =
           tile * Tiles::kTileKey + ConsumerGroup::index() * Tiles::kConsumerGroupKeys;
       uint32_t const stage_tiles = shared + stage * kStageBytes;
-      keys.load(column, stage_tiles, ConsumerGroup::thread());
-      values.load(column, stage_tiles + KeyTile::kBytes, ConsumerGroup::thread());
-      operands.load_scales(column, stage);
+      pages.seek(column);
+      keys.load(column, stage_tiles, pages, ConsumerGroup::thread());
+      values.load(column, stage_tiles + KeyTile::kBytes, pages, ConsumerGroup::thread());
+      operands.load_scales(column, stage, pages);
     }
     commit_copies();
   }

@@ -44,8 +44,7 @@ struct SplitOperands : SplitTiles<Config> {
   static constexpr bool kCopiesQuery = true;  // by cp.async
   static constexpr int kScaleBytes = 0;       // in shared memory, behind the tiles
 
-  template <class Pages>
-  CUTE_DEVICE SplitOperands(ForwardParams const&, Pages const&, int, int, uint32_t) {}
+  CUTE_DEVICE SplitOperands(ForwardParams const&, int, int, uint32_t) {}
 
   // Starts the copies of a tile of queries. row_at(row of the tile) returns a QueryRow.
   template <class RowAt>
@@ -65,7 +64,8 @@ struct SplitOperands : SplitTiles<Config> {
   CUTE_DEVICE void begin() {}
 
   // Starts the copies of the scales of keys; there are none.
-  CUTE_DEVICE void load_scales(int, int) const {}
+  template <class Pages>
+  CUTE_DEVICE void load_scales(int, int, Pages const&) const {}
 
   // scores = query * keys of a stage.
   template <class Scores, class Query>
