@@ -17,7 +17,9 @@ template <class Config>
 struct FmhaBackwardF16x3Dkdv : F16x3DkdvWork<Config> {
   using Base = F16x3DkdvWork<Config>;
   using Base::kConsumers;
+  using Base::kConsumerRegisters;
   using Base::kControlOffset;
+  using Base::kProducerRegisters;
   using typename Base::Control;
   using typename Base::KeyTile;
   using typename Base::OutTile;
@@ -29,8 +31,6 @@ struct FmhaBackwardF16x3Dkdv : F16x3DkdvWork<Config> {
   using typename Base::Work;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
   static constexpr int kBlocksPerSm = 1;
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
     char* const shared = dynamic_shared();

@@ -36,6 +36,8 @@ struct FmhaBackwardF16x3Dq {
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
 
+  static constexpr int kOtherRegisters = 44;
+
   // Two products read the keys, and dQ, the second one, ends an iteration. So keys need one buffer
   // more than values.
   static constexpr int kKeyStages = Config::kStages;
@@ -137,6 +139,19 @@ struct FmhaBackwardF16x3Dq {
   }
 
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid>>;
+
+  // The queries and dO that stay in registers, beside dQ and either S and dP with the input of the
+  // derivative, or the operand and the sums of a product, and beside statistics and addresses.
+  static constexpr int kScoreRegisters = kTileKey / 2;
+  static constexpr int kSumRegisters = Config::kHeadDim / 2;
+  static constexpr int kFreeRegisters =
+      kConsumerRegisters - kSumRegisters -
+      cute::max((2 + !Modifiers::kConstantDerivative) * kScoreRegisters,
+                kScoreRegisters + kSumRegisters) -
+      kOtherRegisters;
+  using QueryRows = F16x3Rows<QueryTile, kFreeRegisters>;
+  static constexpr int kQueryRegisters = 4 * (QueryRows::kHighSteps + QueryRows::kLowSteps);
+  using OutRows = F16x3Rows<OutTile, kFreeRegisters - kQueryRegisters>;
   using KeptBlocks = ProbabilityModifiers<Config, ScoreGrid>;
 
   // The main loop: per KV block S and dP, P and dS, then dQ.
@@ -151,9 +166,9 @@ struct FmhaBackwardF16x3Dq {
     cute::clear(query_gradient);
     if (work.kv_blocks.begin < work.kv_blocks.end) {
       Statistics const statistics = TwoKernelDq::load_statistics(params, item, work.row);
-      uint32_t const queries = tiles + warpgroup * kF16x3PartBytes<QueryTile>;
-      uint32_t const outs = tiles + kOutOffset + warpgroup * kF16x3PartBytes<OutTile>;
       control.query.wait({});
+      QueryRows const queries(tiles + warpgroup * kF16x3PartBytes<QueryTile>);
+      OutRows const outs(tiles + kOutOffset + warpgroup * kF16x3PartBytes<OutTile>);
       auto const query_rows =
           RowFactors::load<ScoreGrid>(tiles + kQueryFactors + warpgroup * kF16x3FactorBytes);
       auto const out_rows =
@@ -167,9 +182,9 @@ struct FmhaBackwardF16x3Dq {
         auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
         control.key.wait(key);
-        begin_f16x3_scores<QueryTile, KeyTile>(scores, queries, key_tile(tiles, key));
+        begin_f16x3_scores<KeyTile>(scores, queries, key_tile(tiles, key));
         control.value.wait(value);
-        begin_f16x3_scores<OutTile, ValueTile>(score_gradient, outs, value_tile(tiles, value));
+        begin_f16x3_scores<ValueTile>(score_gradient, outs, value_tile(tiles, value));
         wait_products<1>();  // S
         fence_accumulators(scores);
         unscale(scores, query_rows, key_factors(tiles, key));

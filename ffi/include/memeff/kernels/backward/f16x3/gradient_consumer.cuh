@@ -25,6 +25,7 @@ struct F16x3GradientConsumer : F16x3DkdvWork<Config> {
   using typename Base::ValueTile;
   using typename Base::Work;
   using KeptBlocks = typename ProbabilityModifiers<Config, ScoreGrid, true>::Tile;
+  using ValueRows = F16x3Rows<ValueTile, Base::free_registers(Config::kHeadDim)>;
 
   CUTE_DEVICE static void run(BackwardParams const& params, Work const& work, Control& control,
                               uint32_t tiles) {
@@ -33,6 +34,7 @@ struct F16x3GradientConsumer : F16x3DkdvWork<Config> {
     cute::clear(key_gradient);
     if (int const count = Base::Blocks::q_block_count(params, work); count > 0) {
       control.value.wait({});
+      ValueRows const values(tiles + Base::kValueOffset);
       auto const value_rows = RowFactors::load<ScoreGrid>(tiles + Base::kValueFactors);
       QBlockCursor q_block(params, work);
       Stage stage;
@@ -41,8 +43,7 @@ struct F16x3GradientConsumer : F16x3DkdvWork<Config> {
       for (int i = 0; i < count; ++i) {
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
         control.out_gradient.wait(stage);
-        begin_f16x3_scores<ValueTile, OutTile>(score_gradient, tiles + Base::kValueOffset,
-                                               Base::out_tile(tiles, stage));
+        begin_f16x3_scores<OutTile>(score_gradient, values, Base::out_tile(tiles, stage));
         KeptBlocks const kept(params, work.item.batch, q_block.head, q_block.row(), work.column);
         wait_products<0>();
         fence_accumulators(score_gradient);

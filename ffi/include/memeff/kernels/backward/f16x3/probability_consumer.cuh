@@ -31,6 +31,7 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
 
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid, true>>;
   using KeptBlocks = typename ProbabilityModifiers<Config, ScoreGrid, true>::Tile;
+  using KeyRows = F16x3Rows<KeyTile, Base::free_registers(Config::kValueDim)>;
 
   CUTE_DEVICE static void run(BackwardParams const& params, Work const& work, Control& control,
                               uint32_t tiles) {
@@ -40,6 +41,7 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
     cute::clear(value_gradient);
     if (int const count = Base::Blocks::q_block_count(params, work); count > 0) {
       control.key.wait({});
+      KeyRows const keys(tiles);
       auto const key_rows = RowFactors::load<ScoreGrid>(tiles + Base::kKeyFactors);
       QBlockCursor q_block(params, work);
       Stage stage;
@@ -48,7 +50,7 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
       for (int i = 0; i < count; ++i) {
         auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
         control.query.wait(stage);
-        begin_f16x3_scores<KeyTile, QueryTile>(scores, tiles, Base::query_tile(tiles, stage));
+        begin_f16x3_scores<QueryTile>(scores, keys, Base::query_tile(tiles, stage));
         KeptBlocks const kept(params, work.item.batch, q_block.head, q_block.row(), work.column);
         wait_products<0>();
         fence_accumulators(scores);

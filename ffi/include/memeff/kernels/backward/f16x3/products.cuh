@@ -47,18 +47,33 @@ struct RowFactors {
   }
 };
 
+// A consumer's 64 rows of a tile, the left operand of S or dP in every iteration. As many steps as
+// fit kRegisters registers are register operands, first those of the hi parts, which two of the
+// three products read. A product of 64 columns reads shared memory as fast as it can if its left
+// operand is there, too.
+template <class Tile, int kRegisters>
+struct F16x3Rows {
+  static constexpr int kHighSteps = register_steps(Tile::kColumns, kRegisters);
+  static constexpr int kLowSteps = register_steps(Tile::kColumns, kRegisters - 4 * kHighSteps);
+  using Part = typename Tile::Part;
+  using Grid = WarpgroupGrid<Tile::kRows, 64>;
+  RegisterRows<Part, Grid, kHighSteps> high;
+  RegisterRows<Part, Grid, kLowSteps> low;
+
+  CUTE_DEVICE explicit F16x3Rows(uint32_t tile) : high(tile, 0), low(tile + Tile::kLow, 0) {}
+};
+
 // Starts scores = left right^T, from the rows of two tiles, as a group of products.
-template <class Left, class Right, class Scores>
-CUTE_DEVICE void begin_f16x3_scores(Scores& scores, uint32_t left, uint32_t right) {
-  using Rows = DescriptorOperand<typename Left::Part, Contiguous::k>;
-  using Columns = DescriptorOperand<typename Right::Part, Contiguous::k>;
-  constexpr int kSteps = Left::kColumns / 16;
+template <class Tile, class Rows, class Scores>
+CUTE_DEVICE void begin_f16x3_scores(Scores& scores, Rows const& left, uint32_t right) {
+  using Columns = DescriptorOperand<typename Tile::Part, Contiguous::k>;
+  constexpr int kSteps = Tile::kColumns / 16;
   using Half = cutlass::half_t;
   fence_accumulators(scores);
   begin_products();
-  warpgroup_gemm<Half, kSteps>(scores, Rows(left + Left::kLow), Columns(right), false);
-  warpgroup_gemm<Half, kSteps>(scores, Rows(left), Columns(right + Right::kLow), true);
-  warpgroup_gemm<Half, kSteps>(scores, Rows(left), Columns(right), true);
+  warpgroup_gemm<Half, kSteps>(scores, left.low, Columns(right), false);
+  warpgroup_gemm<Half, kSteps>(scores, left.high, Columns(right + Tile::kLow), true);
+  warpgroup_gemm<Half, kSteps>(scores, left.high, Columns(right), true);
   commit_products();
 }
 

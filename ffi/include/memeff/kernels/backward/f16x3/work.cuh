@@ -28,6 +28,16 @@ struct F16x3DkdvWork {
   static constexpr int kConsumers = Blocks::kConsumers;
   static constexpr int kStages = Blocks::kStages;  // of queries and of dO
   static constexpr int kProbabilityStages = Blocks::kProbabilityStages;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters =
+      consumer_registers<kConsumers + kWarpgroupSize, kProducerRegisters>();
+
+  // The registers for keys or values, beside a gradient, the operand and the sums of its product,
+  // and addresses.
+  static constexpr int kOtherRegisters = 40;
+  CUTE_DEVICE static constexpr int free_registers(int columns) {
+    return kConsumerRegisters - columns - kTileQuery / 2 - kOtherRegisters;
+  }
   using Stage = PipelineStage<kStages>;
   using ProbabilityStage = PipelineStage<kProbabilityStages>;
 
