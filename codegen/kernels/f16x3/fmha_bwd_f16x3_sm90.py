@@ -71,7 +71,7 @@ class FmhaBwdF16x3Sm90(Backward, WgmmaKernel):
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
         if spec[BROADCAST_BATCH]:
-            reasons.append("it splits all operands once for each batch index of the call")
+            reasons.append("it splits its operands once for each batch index of the call")
         return reasons
 
     def element(self, spec: KernelSpec) -> str:

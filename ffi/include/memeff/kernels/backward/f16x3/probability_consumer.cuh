@@ -64,7 +64,7 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
         }
         if constexpr (Config::kValueGradient) {
           control.out_gradient.wait(stage);
-          drop(kept, scores);
+          modify(kept, scores);
           scale_columns(scores, Base::out_factors(tiles, stage));
           F16x3LeftOperand<Base::kSteps> const operand(scores);
           auto part = ValueGrid::make_accumulators();  // (4, 1, MMA_N)
@@ -116,9 +116,9 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
     }
   }
 
+  // Applies the modifiers of probabilities.
   template <class Scores>
-  CUTE_DEVICE static void drop(KeptBlocks const& kept, Scores& probabilities) {
-    if constexpr (!Config::kDropout) return;
+  CUTE_DEVICE static void modify(KeptBlocks const& kept, Scores& probabilities) {
     CUTE_UNROLL
     for (int i = 0; i < cute::size(probabilities); ++i) {
       int const n = i / 4;
