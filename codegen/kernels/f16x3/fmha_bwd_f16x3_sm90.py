@@ -5,6 +5,7 @@ and lo parts.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
@@ -38,15 +39,34 @@ _FACTOR_BYTES = 4
 _MODIFIERS = modifiers("bias")
 
 
-TILES: Mapping[int, Sequence[WgmmaTile]] = {
+@dataclasses.dataclass(frozen=True)
+class Tile(WgmmaTile):
+    """A row of the table of this backward."""
+
+    overlaps: bool = False
+    """Whether S and dP of a Q block overlap dV and dK of the Q block before."""
+
+
+TILES: Mapping[int, Sequence[Tile]] = {
     64: (
-        WgmmaTile(128, 64, 4, "177 KB for dq, 195 KB for dk and dv", modifiers=_MODIFIERS),
+        Tile(
+            128,
+            64,
+            4,
+            "four buffers of queries and dO, so that products of two Q blocks may overlap",
+            overlaps=True,
+        ),
+        Tile(128, 64, 4, "beside modifiers", modifiers=_MODIFIERS),
     ),
-    96: (
-        WgmmaTile(128, 64, 3, "219 KB for dq, 178 KB for dk and dv", modifiers=_MODIFIERS),
-    ),
+    96: (Tile(128, 64, 3, "219 KB for dq", modifiers=_MODIFIERS),),
     128: (
-        WgmmaTile(128, 64, 2, "226 KB for dq, 227 KB for dk and dv", modifiers=_MODIFIERS),
+        Tile(
+            128,
+            64,
+            2,
+            "227 KB; two buffers of queries and dO, so the next Q block arrives under all products",
+            modifiers=_MODIFIERS,
+        ),
     ),
 }
 """By the larger of the two padded head dims. The dq kernel owns ``query`` queries and takes ``key``
@@ -61,7 +81,7 @@ class FmhaBwdF16x3Sm90(Backward, WgmmaKernel):
     """Each of its entry points appends its own name."""
     takes_f32 = True
     owns_outputs = True
-    tiles: ClassVar[Mapping[int, Sequence[WgmmaTile]]] = TILES
+    tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
 
     def padded_rows(self) -> Iterator[Row]:
         for head, value in itertools.product(self.tiles, repeat=2):
@@ -141,9 +161,11 @@ class FmhaBwdF16x3Sm90(Backward, WgmmaKernel):
         return tuple(entries)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        assert isinstance(spec.tile, Tile)
         _, buffers = self.dkdv_bytes_and_buffers(spec)
         return {
             **super().constants(spec),
+            "kOverlaps": spec.tile.overlaps,
             "kQBlockStages": buffers,
             "kProbabilityStages": _PROBABILITY_BUFFERS,
         }

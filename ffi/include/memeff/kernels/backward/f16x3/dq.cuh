@@ -198,7 +198,8 @@ struct FmhaBackwardF16x3Dq {
         if (leader) control.value.release(value);
         value.advance();
         scale_columns(score_gradient, key_factors(tiles, key));
-        F16x3LeftOperand<kTileKey / 16> const operand(score_gradient);
+        F16x3LeftOperand<kTileKey / 16> operand;
+        operand.set(score_gradient);
         auto part = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
         begin_f16x3_gradient<KeyTile>(part, operand, key_tile(tiles, key));
         wait_products<0>();

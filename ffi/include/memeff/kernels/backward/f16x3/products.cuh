@@ -122,7 +122,7 @@ struct F16x3LeftOperand {
 
   // Scales each row of the scores and splits them.
   template <class Scores>
-  CUTE_DEVICE explicit F16x3LeftOperand(Scores const& scores) {
+  CUTE_DEVICE void set(Scores const& scores) {
     static_assert(cute::size<2>(Scores{}) == 2 * kSteps);
     float scales[2];
     CUTE_UNROLL
