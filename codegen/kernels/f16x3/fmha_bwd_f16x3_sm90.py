@@ -44,7 +44,7 @@ class Tile(WgmmaTile):
     """A row of the table of this backward."""
 
     overlaps: bool = False
-    """Whether S and dP of a Q block overlap dV and dK of the Q block before."""
+    """Whether S and dP of a block of queries or keys overlap the gradients of the block before."""
 
 
 TILES: Mapping[int, Sequence[Tile]] = {

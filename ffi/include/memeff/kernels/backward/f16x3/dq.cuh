@@ -36,8 +36,6 @@ struct FmhaBackwardF16x3Dq {
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
 
-  static constexpr int kOtherRegisters = 44;
-
   // Two products read the keys, and dQ, the second one, ends an iteration. So keys need one buffer
   // more than values.
   static constexpr int kKeyStages = Config::kStages;
@@ -140,32 +138,36 @@ struct FmhaBackwardF16x3Dq {
 
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid>>;
 
-  // The queries and dO that stay in registers, beside dQ and either S and dP with the input of the
-  // derivative, or the operand and the sums of a product, and beside statistics and addresses.
-  static constexpr int kScoreRegisters = kTileKey / 2;
+  // The queries and dO that stay in registers, beside dQ, beside S and dP with the input of the
+  // derivative, beside the operand and the sums of a product, which need the same registers unless
+  // they overlap, and beside statistics and addresses.
+  static constexpr bool kOverlaps = Config::kOverlaps;
   static constexpr int kSumRegisters = Config::kHeadDim / 2;
+  static constexpr int kScoreRegisters =
+      (2 + !Modifiers::kConstantDerivative) * kTileKey / 2;
+  static constexpr int kProductRegisters = kTileKey / 2 + kSumRegisters;
+  static constexpr int kOtherRegisters = 44;
   static constexpr int kFreeRegisters =
-      kConsumerRegisters - kSumRegisters -
-      cute::max((2 + !Modifiers::kConstantDerivative) * kScoreRegisters,
-                kScoreRegisters + kSumRegisters) -
-      kOtherRegisters;
+      kConsumerRegisters - kSumRegisters - kOtherRegisters -
+      (kOverlaps ? kScoreRegisters + kProductRegisters
+                 : cute::max(kScoreRegisters, kProductRegisters));
   using QueryRows = F16x3Rows<QueryTile, kFreeRegisters>;
   static constexpr int kQueryRegisters = 4 * (QueryRows::kHighSteps + QueryRows::kLowSteps);
   using OutRows = F16x3Rows<OutTile, kFreeRegisters - kQueryRegisters>;
   using KeptBlocks = ProbabilityModifiers<Config, ScoreGrid>;
 
-  // The main loop: per KV block S and dP, P and dS, then dQ.
+  // The main loop: per KV block S and dP, P and dS, then dQ, which with Config::kOverlaps runs
+  // together with S and dP of the next block.
   CUTE_DEVICE static void consume(BackwardParams const& params, Work const& work, Control& control,
                                   uint32_t tiles) {
-    WorkItem const& item = work.item;
-    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-    int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
-    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
-    Mask const mask(params.mask, params.shape, item.batch);
+    Mask const mask(params.mask, params.shape, work.item.batch);
     auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(query_gradient);
     if (work.kv_blocks.begin < work.kv_blocks.end) {
-      Statistics const statistics = TwoKernelDq::load_statistics(params, item, work.row);
+      Statistics const statistics = TwoKernelDq::load_statistics(params, work.item, work.row);
+      // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
+      int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+      bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
       control.query.wait({});
       QueryRows const queries(tiles + warpgroup * kF16x3PartBytes<QueryTile>);
       OutRows const outs(tiles + kOutOffset + warpgroup * kF16x3PartBytes<OutTile>);
@@ -175,37 +177,71 @@ struct FmhaBackwardF16x3Dq {
           RowFactors::load<ScoreGrid>(tiles + kOutFactors + warpgroup * kF16x3FactorBytes);
       KeyStage key;
       ValueStage value;
-      CUTE_NO_UNROLL
-      for (int tile = work.kv_blocks.end - 1; tile >= work.kv_blocks.begin;
-           tile = work.kv_blocks.before(tile)) {
-        ScoreTilePosition const at = {item.batch, item.head, work.row, tile * kTileKey};
-        auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
-        auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+      F16x3LeftOperand<kTileKey / 16> operand;
+      auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
+      auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
+      auto part = QueryGrid::make_accumulators();            // (4, 1, MMA_N)
+      auto begin_scores = [&] {
         control.key.wait(key);
         begin_f16x3_scores<KeyTile>(scores, queries, key_tile(tiles, key));
         control.value.wait(value);
         begin_f16x3_scores<ValueTile>(score_gradient, outs, value_tile(tiles, value));
-        wait_products<1>();  // S
+      };
+      // Computes dS of KV block `tile`, times the factors of its keys. With kOverlaps a younger
+      // group of products stays in flight.
+      auto differentiate_block = [&](int tile) {
+        ScoreTilePosition const at = {work.item.batch, work.item.head, work.row, tile * kTileKey};
+        wait_products<1 + kOverlaps>();  // S
         fence_accumulators(scores);
         unscale(scores, query_rows, key_factors(tiles, key));
         exponentiate(params, mask, at, work.kv_blocks.partial(tile), statistics, scores);
         control.value.wait_again(value);  // redundant: keeps the exponentials above the next wait
-        wait_products<0>();               // dP
+        wait_products<kOverlaps>();       // dP
         fence_accumulators(score_gradient);
         unscale(score_gradient, out_rows, value_factors(tiles, value));
         differentiate(params, at, statistics, scores, score_gradient);
         __syncwarp();
         if (leader) control.value.release(value);
-        value.advance();
         scale_columns(score_gradient, key_factors(tiles, key));
-        F16x3LeftOperand<kTileKey / 16> operand;
-        operand.set(score_gradient);
-        auto part = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
-        begin_f16x3_gradient<KeyTile>(part, operand, key_tile(tiles, key));
+      };
+      auto begin_gradient = [&](KeyStage const& stage) {
+        begin_f16x3_gradient<KeyTile>(part, operand, key_tile(tiles, stage));
+      };
+      auto end_gradient = [&](KeyStage const& stage) {
         wait_products<0>();
         add_part(query_gradient, part, operand);
-        if (leader) control.key.release(key);
-        key.advance();
+        if (leader) control.key.release(stage);
+      };
+      int tile = work.kv_blocks.end - 1;
+      if constexpr (kOverlaps) {
+        begin_scores();
+        commit_products();  // an empty group, in place of dQ
+        differentiate_block(tile);
+        operand.set(score_gradient);
+        CUTE_NO_UNROLL
+        while ((tile = work.kv_blocks.before(tile)) >= work.kv_blocks.begin) {
+          KeyStage const before = key;
+          key.advance();
+          value.advance();
+          begin_scores();
+          begin_gradient(before);
+          differentiate_block(tile);
+          end_gradient(before);
+          operand.set(score_gradient);
+        }
+        begin_gradient(key);
+        end_gradient(key);
+      } else {
+        CUTE_NO_UNROLL
+        for (; tile >= work.kv_blocks.begin; tile = work.kv_blocks.before(tile)) {
+          begin_scores();
+          differentiate_block(tile);
+          operand.set(score_gradient);
+          begin_gradient(key);
+          end_gradient(key);
+          key.advance();
+          value.advance();
+        }
       }
     }
     store(params, work, mask.query_length - work.row, query_gradient);
