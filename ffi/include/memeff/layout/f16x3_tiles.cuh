@@ -1,5 +1,5 @@
-// The hi/lo tiles of query, key, value and dO that the 3xFP16 kernels read. Split kernels write them
-// to workspaces in their shared-memory layout.
+// The hi/lo tiles of query, key, value and dO that the 3xFP16 kernels read. Split kernels write
+// them to workspaces in their shared-memory layout.
 #pragma once
 
 #include <memeff/core/shared_tile.cuh>
@@ -58,9 +58,8 @@ struct F16x3Tiles {
   CUTE_DEVICE static char* query_rows(Params const& params, char* tiles, int batch, int head,
                                       int tile) {
     int const count_of_head = count<Tile>(params.shape.query_length);
-    return tiles +
-           query_tile_index<QueryRows>(params.shape, count_of_head, batch, head, tile) *
-               Tile::kBytes;
+    return tiles + query_tile_index<QueryRows>(params.shape, count_of_head, batch, head, tile) *
+                       Tile::kBytes;
   }
 
   template <class Tile>

@@ -16,8 +16,8 @@ namespace memeff {
 template <class Config>
 struct FmhaBackwardF16x3Dkdv : F16x3DkdvWork<Config> {
   using Base = F16x3DkdvWork<Config>;
-  using Base::kConsumers;
   using Base::kConsumerRegisters;
+  using Base::kConsumers;
   using Base::kControlOffset;
   using Base::kProducerRegisters;
   using typename Base::Control;
@@ -75,8 +75,7 @@ struct FmhaBackwardF16x3Dkdv : F16x3DkdvWork<Config> {
     int const count = Base::Blocks::q_block_count(params, work);
     if (count == 0) return;
     load_f16x3<KeyTile>(Tiles::key(params, item.batch, item.head, item.tile),
-                        control.key.acquire({}, KeyTile::kBytes), tiles,
-                        tiles + Base::kKeyFactors);
+                        control.key.acquire({}, KeyTile::kBytes), tiles, tiles + Base::kKeyFactors);
     load_f16x3<ValueTile>(Tiles::value(params, item.batch, item.head, item.tile),
                           control.value.acquire({}, ValueTile::kBytes), tiles + Base::kValueOffset,
                           tiles + Base::kValueFactors);

@@ -143,14 +143,12 @@ struct FmhaBackwardF16x3Dq {
   // they overlap, and beside statistics and addresses.
   static constexpr bool kOverlaps = Config::kOverlaps;
   static constexpr int kSumRegisters = Config::kHeadDim / 2;
-  static constexpr int kScoreRegisters =
-      (2 + !Modifiers::kConstantDerivative) * kTileKey / 2;
+  static constexpr int kScoreRegisters = (2 + !Modifiers::kConstantDerivative) * kTileKey / 2;
   static constexpr int kProductRegisters = kTileKey / 2 + kSumRegisters;
   static constexpr int kOtherRegisters = 44;
-  static constexpr int kFreeRegisters =
-      kConsumerRegisters - kSumRegisters - kOtherRegisters -
-      (kOverlaps ? kScoreRegisters + kProductRegisters
-                 : cute::max(kScoreRegisters, kProductRegisters));
+  static constexpr int kFreeRegisters = kConsumerRegisters - kSumRegisters - kOtherRegisters -
+                                        (kOverlaps ? kScoreRegisters + kProductRegisters
+                                                   : cute::max(kScoreRegisters, kProductRegisters));
   using QueryRows = F16x3Rows<QueryTile, kFreeRegisters>;
   static constexpr int kQueryRegisters = 4 * (QueryRows::kHighSteps + QueryRows::kLowSteps);
   using OutRows = F16x3Rows<OutTile, kFreeRegisters - kQueryRegisters>;
@@ -274,9 +272,9 @@ struct FmhaBackwardF16x3Dq {
         int const half = i % 4 / 2;
         int const n = 2 * column_block + chunk;
         float& gradient = score_gradient(i % 4, 0, n);
-        gradient = softmax_gradient(probabilities(i % 4, 0, n),
-                                    keep.select(gradient, half, chunk, i % 2),
-                                    probability_scale<Config>(params), statistics.delta(half));
+        gradient =
+            softmax_gradient(probabilities(i % 4, 0, n), keep.select(gradient, half, chunk, i % 2),
+                             probability_scale<Config>(params), statistics.delta(half));
       }
     };
     KeptBlocks::for_each_block(params, at.batch, at.head, at.row, at.column, block);
@@ -298,9 +296,9 @@ struct FmhaBackwardF16x3Dq {
                                       work.row, bound, params.shape.head_dim, query_gradient);
     if constexpr (Config::kVarlen) {
       Gap::of_queries(params.shape, item.batch, query_bound + work.row)
-          .template clear<typename Config::Element, kConsumers>(
-              params.query_gradient, item.head, params.shape.head_dim, item.tile,
-              params.query_tiles);
+          .template clear<typename Config::Element, kConsumers>(params.query_gradient, item.head,
+                                                                params.shape.head_dim, item.tile,
+                                                                params.query_tiles);
     }
   }
 };

@@ -30,8 +30,8 @@ struct F16x3GradientConsumer : F16x3DkdvWork<Config> {
 
   CUTE_DEVICE static void run(BackwardParams const& params, Work const& work, Control& control,
                               uint32_t tiles) {
-    F16x3GradientConsumer const consumer{{}, params, work, control, tiles,
-                                         threadIdx.x % kWarpSize == 0};
+    F16x3GradientConsumer const consumer{{},      params, work,
+                                         control, tiles,  threadIdx.x % kWarpSize == 0};
     auto key_gradient = KeyGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(key_gradient);
     if (int const count = Base::Blocks::q_block_count(params, work); count > 0) {
@@ -88,8 +88,7 @@ struct F16x3GradientConsumer : F16x3DkdvWork<Config> {
     int const key_length =
         typename Base::Mask(params.mask, params.shape, work.item.batch).key_length;
     Base::template store<KeyGrid>(params, work, key_length, params.key_gradient,
-                                  params.shape.head_dim, key_gradient,
-                                  params.scale.gradient_scale);
+                                  params.shape.head_dim, key_gradient, params.scale.gradient_scale);
   }
 
   BackwardParams const& params;

@@ -37,8 +37,8 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
   CUTE_DEVICE static void run(BackwardParams const& params, Work const& work, Control& control,
                               uint32_t tiles) {
     Mask const mask(params.mask, params.shape, work.item.batch);
-    F16x3ProbabilityConsumer const consumer{{}, params, work, mask, control, tiles,
-                                            threadIdx.x % kWarpSize == 0};
+    F16x3ProbabilityConsumer const consumer{
+        {}, params, work, mask, control, tiles, threadIdx.x % kWarpSize == 0};
     auto value_gradient = ValueGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(value_gradient);
     if (int const count = Base::Blocks::q_block_count(params, work); count > 0) {

@@ -1,6 +1,6 @@
 // Splits rows of f32 numbers into two rows of f16, hi and lo, and a factor, and writes them as
-// F16x3Tile, which TMA copies without a tensor map. The split kernels of forward and backward derive
-// from F16x3RowSplit.
+// F16x3Tile, which TMA copies without a tensor map. The split kernels of forward and backward
+// derive from F16x3RowSplit.
 #pragma once
 
 #include <memeff/core/f16x3.cuh>
