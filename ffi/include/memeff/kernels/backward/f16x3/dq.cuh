@@ -154,6 +154,8 @@ struct FmhaBackwardF16x3Dq {
   using OutRows = F16x3Rows<OutTile, kFreeRegisters - kQueryRegisters>;
   using KeptBlocks = ProbabilityModifiers<Config, ScoreGrid>;
 
+  using Operand = F16x3LeftOperand<kTileKey / 16>;
+
   // The main loop: per KV block S and dP, P and dS, then dQ, which with Config::kOverlaps runs
   // together with S and dP of the next block.
   CUTE_DEVICE static void consume(BackwardParams const& params, Work const& work, Control& control,
@@ -162,81 +164,55 @@ struct FmhaBackwardF16x3Dq {
     auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(query_gradient);
     if (work.kv_blocks.begin < work.kv_blocks.end) {
-      Statistics const statistics = TwoKernelDq::load_statistics(params, work.item, work.row);
       // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
       int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
-      bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+      Statistics const statistics = TwoKernelDq::load_statistics(params, work.item, work.row);
       control.query.wait({});
       QueryRows const queries(tiles + warpgroup * kF16x3PartBytes<QueryTile>);
       OutRows const outs(tiles + kOutOffset + warpgroup * kF16x3PartBytes<OutTile>);
-      auto const query_rows =
-          RowFactors::load<ScoreGrid>(tiles + kQueryFactors + warpgroup * kF16x3FactorBytes);
-      auto const out_rows =
-          RowFactors::load<ScoreGrid>(tiles + kOutFactors + warpgroup * kF16x3FactorBytes);
+      Steps const steps{
+          params,
+          work,
+          mask,
+          control,
+          tiles,
+          threadIdx.x % kWarpSize == 0,
+          statistics,
+          RowFactors::load<ScoreGrid>(tiles + kQueryFactors + warpgroup * kF16x3FactorBytes),
+          RowFactors::load<ScoreGrid>(tiles + kOutFactors + warpgroup * kF16x3FactorBytes)};
       KeyStage key;
       ValueStage value;
-      F16x3LeftOperand<kTileKey / 16> operand;
+      Operand operand;
       auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
       auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
       auto part = QueryGrid::make_accumulators();            // (4, 1, MMA_N)
-      auto begin_scores = [&] {
-        control.key.wait(key);
-        begin_f16x3_scores<KeyTile>(scores, queries, key_tile(tiles, key));
-        control.value.wait(value);
-        begin_f16x3_scores<ValueTile>(score_gradient, outs, value_tile(tiles, value));
-      };
-      // Computes dS of KV block `tile`, times the factors of its keys. With kOverlaps a younger
-      // group of products stays in flight.
-      auto differentiate_block = [&](int tile) {
-        ScoreTilePosition const at = {work.item.batch, work.item.head, work.row, tile * kTileKey};
-        wait_products<1 + kOverlaps>();  // S
-        fence_accumulators(scores);
-        unscale(scores, query_rows, key_factors(tiles, key));
-        exponentiate(params, mask, at, work.kv_blocks.partial(tile), statistics, scores);
-        control.value.wait_again(value);  // redundant: keeps the exponentials above the next wait
-        wait_products<kOverlaps>();       // dP
-        fence_accumulators(score_gradient);
-        unscale(score_gradient, out_rows, value_factors(tiles, value));
-        differentiate(params, at, statistics, scores, score_gradient);
-        __syncwarp();
-        if (leader) control.value.release(value);
-        scale_columns(score_gradient, key_factors(tiles, key));
-      };
-      auto begin_gradient = [&](KeyStage const& stage) {
-        begin_f16x3_gradient<KeyTile>(part, operand, key_tile(tiles, stage));
-      };
-      auto end_gradient = [&](KeyStage const& stage) {
-        wait_products<0>();
-        add_part(query_gradient, part, operand);
-        if (leader) control.key.release(stage);
-      };
       int tile = work.kv_blocks.end - 1;
       if constexpr (kOverlaps) {
-        begin_scores();
+        steps.begin_scores(queries, outs, key, value, scores, score_gradient);
         commit_products();  // an empty group, in place of dQ
-        differentiate_block(tile);
+        steps.differentiate_block(tile, key, value, scores, score_gradient);
         operand.set(score_gradient);
         CUTE_NO_UNROLL
         while ((tile = work.kv_blocks.before(tile)) >= work.kv_blocks.begin) {
           KeyStage const before = key;
           key.advance();
           value.advance();
-          begin_scores();
-          begin_gradient(before);
-          differentiate_block(tile);
-          end_gradient(before);
+          steps.begin_scores(queries, outs, key, value, scores, score_gradient);
+          begin_f16x3_gradient<KeyTile>(part, operand, key_tile(tiles, before));
+          steps.differentiate_block(tile, key, value, scores, score_gradient);
+          steps.end_gradient(operand, before, part, query_gradient);
           operand.set(score_gradient);
         }
-        begin_gradient(key);
-        end_gradient(key);
+        begin_f16x3_gradient<KeyTile>(part, operand, key_tile(tiles, key));
+        steps.end_gradient(operand, key, part, query_gradient);
       } else {
         CUTE_NO_UNROLL
         for (; tile >= work.kv_blocks.begin; tile = work.kv_blocks.before(tile)) {
-          begin_scores();
-          differentiate_block(tile);
+          steps.begin_scores(queries, outs, key, value, scores, score_gradient);
+          steps.differentiate_block(tile, key, value, scores, score_gradient);
           operand.set(score_gradient);
-          begin_gradient(key);
-          end_gradient(key);
+          begin_f16x3_gradient<KeyTile>(part, operand, key_tile(tiles, key));
+          steps.end_gradient(operand, key, part, query_gradient);
           key.advance();
           value.advance();
         }
@@ -244,6 +220,59 @@ struct FmhaBackwardF16x3Dq {
     }
     store(params, work, mask.query_length - work.row, query_gradient);
   }
+
+  // The steps of the main loop.
+  struct Steps {
+    BackwardParams const& params;
+    Work const& work;
+    Mask const& mask;
+    Control& control;
+    uint32_t tiles;
+    bool leader;  // of its warp
+    Statistics const& statistics;
+    RowFactors query_rows;
+    RowFactors out_rows;
+
+    // S = Q K^T and dP = dO V^T
+    template <class Scores>
+    CUTE_DEVICE void begin_scores(QueryRows const& queries, OutRows const& outs,
+                                  KeyStage const& key, ValueStage const& value, Scores& scores,
+                                  Scores& score_gradient) const {
+      control.key.wait(key);
+      begin_f16x3_scores<KeyTile>(scores, queries, key_tile(tiles, key));
+      control.value.wait(value);
+      begin_f16x3_scores<ValueTile>(score_gradient, outs, value_tile(tiles, value));
+    }
+
+    // Replaces dP of KV block `tile` by dS, times the factors of its keys. With kOverlaps a younger
+    // group of products stays in flight.
+    template <class Scores>
+    CUTE_DEVICE void differentiate_block(int tile, KeyStage const& key, ValueStage const& value,
+                                         Scores& scores, Scores& score_gradient) const {
+      ScoreTilePosition const at = {work.item.batch, work.item.head, work.row, tile * kTileKey};
+      wait_products<1 + kOverlaps>();  // S
+      fence_accumulators(scores);
+      unscale(scores, query_rows, key_factors(tiles, key));
+      exponentiate(params, mask, at, work.kv_blocks.partial(tile), statistics, scores);
+      control.value.wait_again(value);  // redundant: keeps the exponentials above the next wait
+      wait_products<kOverlaps>();       // dP
+      fence_accumulators(score_gradient);
+      unscale(score_gradient, out_rows, value_factors(tiles, value));
+      differentiate(params, at, statistics, scores, score_gradient);
+      __syncwarp();
+      if (leader) control.value.release(value);
+      scale_columns(score_gradient, key_factors(tiles, key));
+    }
+
+    // dQ += dS K
+    template <class Part>
+    CUTE_DEVICE void end_gradient(Operand const& operand, KeyStage const& key, Part& part,
+                                  Part& query_gradient) const {
+      wait_products<0>();
+      add_part(query_gradient, part, operand);
+      if (leader) control.key.release(key);
+    }
+  };
 
   // Replaces S by P times the derivative of the modifiers.
   template <class Scores>

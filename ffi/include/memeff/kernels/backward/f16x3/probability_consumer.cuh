@@ -31,6 +31,8 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
 
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid, true>>;
   using KeptBlocks = typename ProbabilityModifiers<Config, ScoreGrid, true>::Tile;
+  // Hazard: without dV there is no younger group than S, for which a wait would then not wait.
+  static constexpr bool kOverlaps = Base::kOverlaps && Config::kValueGradient;
   using Operand = F16x3LeftOperand<Base::kSteps>;
   using KeyRows = F16x3Rows<KeyTile, Base::free_registers(Config::kValueDim)>;
 
@@ -53,7 +55,7 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
       auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
       auto compute_probabilities = [&] {
         KeptBlocks const kept(params, work.item.batch, q_block.head, q_block.row(), work.column);
-        wait_products<Base::kOverlaps>();
+        wait_products<kOverlaps>();
         consumer.exponentiate(key_rows, q_block, stage, sent, scores);
         return kept;
       };
@@ -61,7 +63,7 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
         q_block.advance(params, work);
         stage.advance();
       };
-      if constexpr (Base::kOverlaps) {
+      if constexpr (kOverlaps) {
         consumer.begin_scores(keys, stage, scores);
         commit_products();  // an empty group, in place of dV
         consumer.make_operand(compute_probabilities(), stage, scores, operand);
