@@ -46,6 +46,13 @@ class Tile(WgmmaTile):
     overlaps: bool = False
     """Whether S and dP of a block of queries or keys overlap the gradients of the block before."""
 
+    @property
+    def modifier_registers(self) -> int:
+        """Registers that the dq kernel leaves to masks and modifiers: with 44 in all, a boolean
+        mask spills 20 bytes at head dim 128.
+        """
+        return 16 if self.modifiers else 0
+
 
 TILES: Mapping[int, Sequence[Tile]] = {
     64: (
@@ -56,17 +63,20 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "four buffers of queries and dO, so that products of two Q blocks may overlap",
             overlaps=True,
         ),
-        Tile(128, 64, 4, "beside modifiers", modifiers=_MODIFIERS),
+        Tile(128, 64, 4, "S and dP do not overlap gradients", modifiers=_MODIFIERS),
     ),
-    96: (Tile(128, 64, 3, "219 KB for dq", modifiers=_MODIFIERS),),
+    96: (
+        Tile(128, 64, 3, "219 KB for dq"),
+        Tile(128, 64, 3, "fewer queries and dO in registers", modifiers=_MODIFIERS),
+    ),
     128: (
         Tile(
             128,
             64,
             2,
             "227 KB; two buffers of queries and dO, so the next Q block arrives under all products",
-            modifiers=_MODIFIERS,
         ),
+        Tile(128, 64, 2, "fewer queries and dO in registers", modifiers=_MODIFIERS),
     ),
 }
 """By the larger of the two padded head dims. The dq kernel owns ``query`` queries and takes ``key``
@@ -166,6 +176,7 @@ class FmhaBwdF16x3Sm90(Backward, WgmmaKernel):
         return {
             **super().constants(spec),
             "kOverlaps": spec.tile.overlaps,
+            "kModifierRegisters": spec.tile.modifier_registers,
             "kQBlockStages": buffers,
             "kProbabilityStages": _PROBABILITY_BUFFERS,
         }

@@ -140,12 +140,12 @@ struct FmhaBackwardF16x3Dq {
 
   // The queries and dO that stay in registers, beside dQ, beside S and dP with the input of the
   // derivative, beside the operand and the sums of a product, which need the same registers unless
-  // they overlap, and beside statistics and addresses.
+  // they overlap, and beside statistics, addresses and what masks and modifiers need.
   static constexpr bool kOverlaps = Config::kOverlaps;
   static constexpr int kSumRegisters = Config::kHeadDim / 2;
   static constexpr int kScoreRegisters = (2 + !Modifiers::kConstantDerivative) * kTileKey / 2;
   static constexpr int kProductRegisters = kTileKey / 2 + kSumRegisters;
-  static constexpr int kOtherRegisters = 44;
+  static constexpr int kOtherRegisters = 44 + Config::kModifierRegisters;
   static constexpr int kFreeRegisters = kConsumerRegisters - kSumRegisters - kOtherRegisters -
                                         (kOverlaps ? kScoreRegisters + kProductRegisters
                                                    : cute::max(kScoreRegisters, kProductRegisters));
