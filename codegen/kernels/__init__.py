@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax_memeff.codegen.kernels.f16x3.fmha_bwd_f16x3_sm90 import FmhaBwdF16x3Sm90
 from jax_memeff.codegen.kernels.fmha_bwd_large_dim_sm80 import FmhaBwdLargeDimSm80
 from jax_memeff.codegen.kernels.fmha_bwd_sm80 import FmhaBwdSm80
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import FmhaBwdSm90
@@ -24,6 +25,7 @@ KERNELS: tuple[Kernel, ...] = (
     FmhaFwdLargeDimSm90(),
     FmhaBwdSm90(),
     FmhaBwdTwoKernelSm90(),
+    FmhaBwdF16x3Sm90(),
     FmhaTangentSm90(),
     # Among kernels of mma.sync, split keys come first: they are refused unless a call has few query
     # rows.

@@ -91,7 +91,7 @@ class FmhaFwdF16x3Sm90(FmhaFwdSm90):
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
         if spec[BROADCAST_BATCH]:
-            reasons.append("it splits query, key and value once for each batch index of the call")
+            reasons.append("it splits its operands once for each batch index of the call")
         return reasons
 
     def element(self, spec: KernelSpec) -> str:

@@ -232,7 +232,7 @@ def test_float32_forwards_are_split_into_float16_parts_on_hopper(head_dim, featu
     "features",
     [
         {"arch": "sm_90"},
-        {"direction": "backward"},
+        {"direction": "backward", "bias": AskedBias("32")},
         {"dtype": "tf32"},
         {"head_dim": 129},
         {"head_dim": 66},
@@ -251,11 +251,32 @@ def test_few_rows_of_float32_are_not_split_into_float16_parts(rows):
     assert select.select(asked, Strategy(query_rows=rows)).family == "sm80"
 
 
-def test_a_3xfp16_forward_says_that_it_supports_no_broadcast_batch():
-    asked = problem(dtype="f32", arch="sm_90a", broadcast_batch=True)
-    refused = [reasons for spec, reasons in select.explain(asked) if "f16x3" in spec.kernel.stem]
-    reason = "it splits query, key and value once for each batch index of the call"
-    assert refused and all(reason in reasons for reasons in refused)
+@pytest.mark.parametrize(
+    ("needs_grad", "owners"),
+    [
+        (("query", "key", "value"), ["dq", "dkdv"]),
+        (("query",), ["dq"]),
+        (("key",), ["dkdv"]),
+        (("value",), ["dkdv"]),
+    ],
+)
+def test_a_3xfp16_backward_owns_its_gradients(needs_grad, owners):
+    """So it has no sums, whose order would have to be fixed for deterministic results."""
+    features = {"deterministic": True, "mask": "causal"}
+    asked = problem("backward", "f32", 128, arch="sm_90a", needs_grad=needs_grad, **features)
+    spec = select.select(asked)
+    assert spec.kernel.stem.endswith("fmha_bwd_f16x3_sm90") and not spec.orders_queries
+    names = [entry.name.removeprefix(f"{spec.name}_") for entry in spec.entry_points]
+    assert names == ["split", "preprocess", *owners]
+
+
+def test_a_3xfp16_kernel_says_that_it_supports_no_broadcast_batch():
+    for direction in ("forward", "backward"):
+        asked = problem(direction, "f32", arch="sm_90a", broadcast_batch=True)
+        explained = select.explain(asked)
+        refused = [reasons for spec, reasons in explained if "f16x3" in spec.kernel.stem]
+        reason = "it splits its operands once for each batch index of the call"
+        assert refused and all(reason in reasons for reasons in refused)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,7 @@ def test_every_rejected_kernel_of_every_family_has_its_reasons(direction, change
     asked = problem(direction, arch="sm_90a", **changes)
     explained = select.explain(asked)
     families = {spec.family for spec, _ in explained}
-    mma_alone = asked.dtype == "f32" and direction == "backward"
-    assert families == ({"sm80"} if mma_alone else {"sm80", "sm90"})
+    assert families == {"sm80", "sm90"}
     chosen = [spec for spec, _ in explained].index(select.select(asked))
     for index, (_, reasons) in enumerate(explained):
         assert bool(reasons) if index < chosen else index > chosen or not reasons

@@ -247,7 +247,7 @@ SM90 += [
     )
 ]
 FLOAT32 = [
-    Run(dataclasses.replace(case, dtype="float32"), "sm_90a", seed, gradients=case.packed)
+    Run(dataclasses.replace(case, dtype="float32"), "sm_90a", seed, gradients=case.bias is None)
     for seed, case in enumerate(
         (
             Case(B=2, T=300, S=270, N=4, K=2, **CAUSAL),
@@ -255,9 +255,14 @@ FLOAT32 = [
             Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **BOTTOM_RIGHT),
             Case(B=1, T=140, S=570, H=128, bias="1NTS", soft_cap=2.0, segments=1, **WINDOW),
             *MAPPED[:1],
+            Case(B=2, T=200, S=270, N=3, K=1, soft_cap=2.0, boolean=("BN1S", "1NT1"), block=128),
+            Case(B=3, T=300, S=700, Hv=128, lengths=PACKED, packed=True, segments=1, block=64),
         )
     )
 ]
+FLOAT32 += on_three_schedules(
+    Case(B=1, T=330, S=200, N=2, K=1, H=128, dtype="float32"), arch="sm_90a"
+)
 # Head dims above 256: one and several row tiles, an even or odd number of KV blocks, and tiles without
 # rows or without keys.
 LARGE = functools.partial(Case, B=1, H=512, K=1)

@@ -158,6 +158,18 @@ def test_float32_forwards_have_room_for_hi_and_lo_parts(fake_compiler):
     assert f"tensor<{queries}xf32>, tensor<{keys}xf32>, tensor<{keys}xf32>" in text
 
 
+def test_float32_backwards_have_room_for_hi_and_lo_parts(fake_compiler):
+    gradient = jax.grad(loss, (0, 1, 2))
+    text = lower(gradient, *shapes(B=5, T=1030, S=1100, N=8, dtype=jnp.float32))
+    assert [spec.kernel.family for spec, _ in fake_compiler] == ["sm90", "sm90"]
+    names = "row_statistics,query_hi_lo,key_hi_lo,value_hi_lo,out_gradient_hi_lo"
+    assert f'results = "query_gradient,key_gradient,value_gradient,{names}"' in text
+    # Tiles have 64 rows, with a factor for each; statistics have tiles of 128 queries.
+    queries, keys = 5 * 8 * 17 * 64 * (64 + 1), 5 * 2 * 18 * 64 * (64 + 1)
+    parts = (2 * 5 * 8 * 9 * 128, queries, keys, keys, queries)
+    assert ", ".join(f"tensor<{size}xf32>" for size in parts) in text
+
+
 def test_workspaces_do_not_depend_on_the_longest_sequence(fake_compiler):
     def types(longest):
         gradient = jax.grad(functools.partial(varlen_loss, longest=longest), (0, 1, 2))

@@ -47,9 +47,10 @@ def test_an_operand_that_a_loop_overwrites_is_found(packed, target, wrong):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_backwards_of_some_gradients_keep_their_register_operands(head_dim, tmp_path):
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_backwards_of_some_gradients_keep_their_register_operands(dtype, head_dim, tmp_path):
     problems = [
-        Problem("backward", "bf16", head_dim, head_dim, "sm_90a", needs_grad=needs_grad)
+        Problem("backward", dtype, head_dim, head_dim, "sm_90a", needs_grad=needs_grad)
         for needs_grad in GRADIENTS
     ]
     specs = list(map(select.select, problems))
@@ -57,13 +58,19 @@ def test_backwards_of_some_gradients_keep_their_register_operands(head_dim, tmp_
     found = 0
     for batch, compiled in together.compiled(specs, "sm_90a"):
         assert compiled.warnings == ()
-        main_loops = {spec.name for spec in batch}
+        assert max(resource.spill_store for resource in compiled.resources) <= 8
+        main_loops = {
+            entry.name
+            for spec in batch
+            for entry in spec.entry_points
+            if entry.name.removeprefix(spec.name) in ("", "_dq", "_dkdv")
+        }
         for name, code in sass.functions(compiled.image, tmp_path).items():
             products = [line for line in code if line.operation.startswith("HGMMA")]
             assert bool(products) == (name in main_loops)
             found += bool(products)
             assert sass.overwritten_operands(code) == [], name
-    assert found == len(specs)
+    assert found >= len(specs)
 
 
 @pytest.mark.parametrize(

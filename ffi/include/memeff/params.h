@@ -111,7 +111,7 @@ constexpr int kMaxLength = 1 << 28;  // largest T and S
 // The most columns that tensor cores sum precisely enough for the logsumexp.
 constexpr int kLongSumColumns = 8192;
 
-// The rows that a CTA of kernels/forward/f16x3/split.cuh writes. Divides every tile.
+// The rows that a CTA of a 3xFP16 split kernel writes. Divides every tile.
 constexpr int kF16x3Rows = 64;
 
 // The tile counter of a persistent kernel's scheduler (schedule/persistent.cuh).
@@ -200,6 +200,10 @@ struct BackwardParams {
   int* semaphores;           // for deterministic sums: see schedule/dq_semaphore.cuh and
                              // schedule/split_q.cuh
   BlockMask block_mask;      // of the launched kernel
+  char* query_hi_lo;         // 3xFP16: see layout/f16x3_tiles.cuh
+  char* key_hi_lo;
+  char* value_hi_lo;
+  char* out_gradient_hi_lo;
 };
 
 // An array of a feature. The generated source has its index in the ArrayTable. Sizes and strides
@@ -278,12 +282,12 @@ static_assert(sizeof(TileCounter) == 16, "host and device disagree on TileCounte
 static_assert(sizeof(TileParts) == 16, "host and device disagree on TileParts");
 static_assert(sizeof(ForwardParams) == 584, "host and device disagree on ForwardParams");
 static_assert(sizeof(TangentParams) == 784, "host and device disagree on TangentParams");
-static_assert(sizeof(BackwardParams) == 816, "host and device disagree on BackwardParams");
+static_assert(sizeof(BackwardParams) == 848, "host and device disagree on BackwardParams");
 static_assert(sizeof(ArrayView) == 120, "host and device disagree on ArrayView");
 static_assert(sizeof(ArrayTable) == 1920, "host and device disagree on ArrayTable");
 static_assert(sizeof(WithArrays<ForwardParams>) == 2504, "host and device disagree on WithArrays");
 static_assert(sizeof(WithArrays<TangentParams>) == 2704, "host and device disagree on WithArrays");
-static_assert(sizeof(WithArrays<BackwardParams>) == 2736, "host and device disagree on WithArrays");
+static_assert(sizeof(WithArrays<BackwardParams>) == 2768, "host and device disagree on WithArrays");
 // Fields that features fill by their offsets (ParamsField of codegen/launch.py). NVRTC 13.0 has no
 // offsetof; the sizes above make both compilers agree.
 #ifndef __CUDACC_RTC__

@@ -45,6 +45,10 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.bias_gradient = buffers.scores("bias_gradient", call.bias_alignment);
   params.semaphores = static_cast<int*>(buffers.data("semaphores"));
   params.bias_gradient_sum = static_cast<float*>(buffers.data("bias_gradient_sum"));
+  params.query_hi_lo = static_cast<char*>(buffers.data("query_hi_lo"));
+  params.key_hi_lo = static_cast<char*>(buffers.data("key_hi_lo"));
+  params.value_hi_lo = static_cast<char*>(buffers.data("value_hi_lo"));
+  params.out_gradient_hi_lo = static_cast<char*>(buffers.data("out_gradient_hi_lo"));
   if (buffers.error().failure()) return buffers.error();
 
   params.query_tiles =

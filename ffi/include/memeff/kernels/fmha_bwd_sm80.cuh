@@ -25,7 +25,7 @@
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/dbias/sm80.cuh>
-#include <memeff/kernels/backward/dq_sums.cuh>
+#include <memeff/kernels/backward/dq_sums/add.cuh>
 #include <memeff/kernels/backward/postprocess.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/kernels/backward/scores_sm80.cuh>

@@ -10,7 +10,7 @@
 // and dK. Only dQ, which sums over keys, reads dS from shared memory. dS has two buffers, so one
 // barrier of the consumers per Q block is enough.
 //
-// backward/dq_sums_sm90.cuh adds dQ to its sums, and with Config::kSplitQ several CTAs may divide
+// backward/dq_sums/sm90.cuh adds dQ to its sums, and with Config::kSplitQ several CTAs may divide
 // the Q blocks of one KV block (schedule/split_q.cuh).
 #pragma once
 
@@ -25,7 +25,7 @@
 #include <memeff/kernels/backward/consumer_sm90.cuh>
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/dbias/sm90.cuh>
-#include <memeff/kernels/backward/dq_sums_sm90.cuh>
+#include <memeff/kernels/backward/dq_sums/sm90.cuh>
 #include <memeff/kernels/backward/postprocess.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/kernels/backward/transposed_score_gradient.cuh>

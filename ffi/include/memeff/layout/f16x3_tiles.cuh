@@ -1,4 +1,4 @@
-// The hi/lo tiles of query, key and value that the 3xFP16 forward reads. The split kernel writes
+// The hi/lo tiles of query, key, value and dO that the 3xFP16 kernels read. Split kernels write
 // them to workspaces in their shared-memory layout.
 #pragma once
 
@@ -28,22 +28,25 @@ struct F16x3Tiles {
   using Query = F16x3Tile<kWarpgroupRows, Config::kHeadDim>;
   using Key = F16x3Tile<Config::kTileKey, Config::kHeadDim>;
   using Value = F16x3Tile<Config::kTileKey, Config::kValueDim>;
+  using OutGradient = F16x3Tile<kWarpgroupRows, Config::kValueDim>;  // of a backward
+  using Params = typename Config::Params;
 
   template <class Tile>
   CUTE_HOST_DEVICE static int count(int length) {
     return ceil_div(max(length, 1), Tile::kRows);
   }
 
-  CUTE_DEVICE static char* query(ForwardParams const& params, int batch, int head, int tile) {
-    int const tiles = count<Query>(params.shape.query_length);
-    return params.query_hi_lo +
-           query_tile_index<QueryRows>(params.shape, tiles, batch, head, tile) * Query::kBytes;
+  CUTE_DEVICE static char* query(Params const& params, int batch, int head, int tile) {
+    return query_rows<Query>(params, params.query_hi_lo, batch, head, tile);
   }
-  CUTE_DEVICE static char* key(ForwardParams const& params, int batch, int head, int tile) {
+  CUTE_DEVICE static char* key(Params const& params, int batch, int head, int tile) {
     return key_rows<Key>(params, params.key_hi_lo, batch, head, tile);
   }
-  CUTE_DEVICE static char* value(ForwardParams const& params, int batch, int head, int tile) {
+  CUTE_DEVICE static char* value(Params const& params, int batch, int head, int tile) {
     return key_rows<Value>(params, params.value_hi_lo, batch, head, tile);
+  }
+  CUTE_DEVICE static char* out_gradient(Params const& params, int batch, int head, int tile) {
+    return query_rows<OutGradient>(params, params.out_gradient_hi_lo, batch, head, tile);
   }
 
  private:
@@ -52,7 +55,15 @@ struct F16x3Tiles {
   };
 
   template <class Tile>
-  CUTE_DEVICE static char* key_rows(ForwardParams const& params, char* tiles, int batch, int head,
+  CUTE_DEVICE static char* query_rows(Params const& params, char* tiles, int batch, int head,
+                                      int tile) {
+    int const count_of_head = count<Tile>(params.shape.query_length);
+    return tiles + query_tile_index<QueryRows>(params.shape, count_of_head, batch, head, tile) *
+                       Tile::kBytes;
+  }
+
+  template <class Tile>
+  CUTE_DEVICE static char* key_rows(Params const& params, char* tiles, int batch, int head,
                                     int tile) {
     int const count_of_head = count<Tile>(params.shape.key_length);
     return tiles +

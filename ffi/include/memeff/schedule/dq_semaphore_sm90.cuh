@@ -32,7 +32,7 @@ CUTE_DEVICE void for_each_q_block(BackwardParams const& params, WorkItem const& 
   }
 }
 
-// Orders the additions to dq; the strategies of kernels/backward/dq_sums_sm90.cuh call it.
+// Orders the additions to dq; the strategies of kernels/backward/dq_sums/sm90.cuh call it.
 template <class Config>
 struct DqSemaphoreSm90 {
   // In shared memory.

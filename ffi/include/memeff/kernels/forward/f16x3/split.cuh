@@ -1,137 +1,29 @@
-// Runs before a 3xFP16 forward: splits each row of query, key and value into two rows of f16, hi
-// and lo, and a factor. A CTA splits 64 rows of one head of one of the three arrays. It writes them
-// as F16x3Tile, which TMA copies without a tensor map.
+// Runs before a 3xFP16 forward: splits query, key and value.
 #pragma once
 
-#include <memeff/core/f16x3.cuh>
-#include <memeff/core/vector.cuh>
-#include <memeff/core/work_item.cuh>
-#include <memeff/layout/f16x3_tiles.cuh>
-#include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
-#include <memeff/mask/interval.cuh>
+#include <memeff/kernels/forward/f16x3/split_rows.cuh>
 
 namespace memeff {
 
 // The entry point. Its grid covers the tiles of all heads of query, key and value.
 template <class Config>
-struct FmhaForwardF16x3Split {
-  using Tiles = F16x3Tiles<Config>;
-  static constexpr int kThreads = 256;
-  static constexpr int kBlocksPerSm = 4;
-  static constexpr int kLaneColumns = 8;  // 16 bytes of each part
+struct FmhaForwardF16x3Split : F16x3RowSplit<Config> {
+  using Base = F16x3RowSplit<Config>;
+  using typename Base::Tiles;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
     ProblemShape const& shape = params.shape;
-    int block = int(blockIdx.x);
-    int const query_blocks = blocks<typename Tiles::Query>(shape.query_length);
-    int const key_blocks = blocks<typename Tiles::Key>(shape.key_length);
+    int const block = int(blockIdx.x);
+    int const query_blocks = Base::template blocks<typename Tiles::Query>(shape.query_length);
     int const queries = query_blocks * shape.query_heads * shape.batch;
-    int const keys = key_blocks * shape.key_heads * shape.batch;
-    if (block < queries) {
-      WorkItem const item = WorkItem::of_block(block, query_blocks, shape.query_heads);
-      Origin const origin = query_origin<Config>(shape, item.batch);
-      split_rows<typename Tiles::Query>(params.query, origin, item, shape.head_dim,
-                                        lengths(params, item).query_length,
-                                        Tiles::query(params, item.batch, item.head, 0));
+    if (block >= queries) {
+      Base::split_keys_or_values(params, block - queries);
       return;
     }
-    bool const is_key = block - queries < keys;
-    WorkItem const item =
-        WorkItem::of_block(block - queries - (is_key ? 0 : keys), key_blocks, shape.key_heads);
-    Origin const origin = key_origin<Config>(shape, item.batch);
-    int const length = lengths(params, item).key_length;
-    if (is_key) {
-      split_rows<typename Tiles::Key>(params.key, origin, item, shape.head_dim, length,
-                                      Tiles::key(params, item.batch, item.head, 0));
-    } else {
-      split_rows<typename Tiles::Value>(params.value, origin, item, shape.value_dim, length,
-                                        Tiles::value(params, item.batch, item.head, 0));
-    }
-  }
-
- private:
-  using Lengths = IntervalMask<MaskKind::none>;
-
-  CUTE_DEVICE static Lengths lengths(ForwardParams const& params, WorkItem const& item) {
-    return Lengths(params.mask, params.shape, item.batch);
-  }
-
-  // The number of CTAs for one head. The grid of codegen/kernels/fmha_fwd_f16x3_sm90.py must count
-  // alike.
-  template <class Tile>
-  CUTE_DEVICE static int blocks(int length) {
-    return Tiles::template count<Tile>(length) * (Tile::kRows / kF16x3Rows);
-  }
-
-  // Hazard: products read whole tiles, and the workspace is uninitialized. So rows beyond the
-  // length become zeros if their tile has valid rows or is the first. Other tiles are never read.
-  template <class Tile>
-  CUTE_DEVICE static void split_rows(TensorView const& tensor, Origin const& origin,
-                                     WorkItem const& item, int columns, int length, char* tiles) {
-    using Part = typename Tile::Part;
-    constexpr int kRowLanes = Tile::kColumns > 64 ? 16 : 8;
-    constexpr int kPassRows = kThreads / kRowLanes;
-    constexpr int kPasses = kF16x3Rows / kPassRows;
-    int const tile = item.tile * kF16x3Rows / Tile::kRows;
-    if (tile > 0 && tile * Tile::kRows >= length) return;
-    tiles += (long long)tile * Tile::kBytes;
-    int const lane = threadIdx.x % kRowLanes;
-    int const column = lane * kLaneColumns;
-    int const first = item.tile * kF16x3Rows + threadIdx.x / kRowLanes;
-    char const* const source =
-        row_pointer<float>(tensor, origin.batch, origin.row + first, item.head) +
-        column * int(sizeof(float));
-    uint4 loaded[kPasses][2];
-    CUTE_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass) {
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        bool const exists = first + pass * kPassRows < length && column + 4 * i < columns;
-        char const* const vector =
-            source + pass * kPassRows * tensor.row_stride * int(sizeof(float)) + i * 16;
-        loaded[pass][i] = exists ? load_vector<16>(vector, 16) : make_uint4(0, 0, 0, 0);
-      }
-    }
-    CUTE_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass) {
-      int const row = (first + pass * kPassRows) % Tile::kRows;
-      RowScale const scale = scale_of<kRowLanes>(loaded[pass]);
-      uint4 high, low;
-      split(loaded[pass][0], scale.scale, high.x, low.x, high.y, low.y);
-      split(loaded[pass][1], scale.scale, high.z, low.z, high.w, low.w);
-      if (column < Tile::kColumns) {
-        uint4* const target = reinterpret_cast<uint4*>(tiles + Part::byte_offset(row, lane));
-        *target = high;
-        *reinterpret_cast<uint4*>(reinterpret_cast<char*>(target) + Tile::kLow) = low;
-      }
-      if (lane == 0) reinterpret_cast<float*>(tiles + Tile::kFactors)[row] = scale.inverse;
-    }
-  }
-
-  // The scale of a row, of which each lane has eight numbers. Infinities and NaN are ignored: no
-  // scale makes them finite, and so the other numbers of the row keep their precision.
-  template <int kRowLanes>
-  CUTE_DEVICE static RowScale scale_of(uint4 const (&x)[2]) {
-    int greatest = 0;
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      for (uint32_t bits : {x[i].x, x[i].y, x[i].z, x[i].w}) {
-        int const magnitude = int(bits & 0x7fffffffu);
-        greatest = max(greatest, magnitude < 0x7f800000 ? magnitude : 0);
-      }
-    }
-    CUTE_UNROLL
-    for (int distance = 1; distance < kRowLanes; distance *= 2) {
-      greatest = max(greatest, __shfl_xor_sync(0xffffffffu, greatest, distance));
-    }
-    return RowScale::of(greatest);
-  }
-
-  CUTE_DEVICE static void split(uint4 const& x, float scale, uint32_t& high0, uint32_t& low0,
-                                uint32_t& high1, uint32_t& low1) {
-    split_to_f16(__uint_as_float(x.x) * scale, __uint_as_float(x.y) * scale, high0, low0);
-    split_to_f16(__uint_as_float(x.z) * scale, __uint_as_float(x.w) * scale, high1, low1);
+    WorkItem const item = WorkItem::of_block(block, query_blocks, shape.query_heads);
+    Base::template split_rows<typename Tiles::Query>(
+        params.query, query_origin<Config>(shape, item.batch), item, shape.head_dim,
+        Base::lengths(params, item).query_length, Tiles::query(params, item.batch, item.head, 0));
   }
 };
 

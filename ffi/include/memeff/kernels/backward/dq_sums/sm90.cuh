@@ -7,7 +7,7 @@
 #include <memeff/arch/tma.cuh>
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/kernels/backward/dq_sums.cuh>
+#include <memeff/kernels/backward/dq_sums/add.cuh>
 #include <memeff/schedule/dq_semaphore_sm90.cuh>
 
 namespace memeff {

@@ -1,0 +1,1 @@
+"""The float32 kernels of wgmma besides the forward."""

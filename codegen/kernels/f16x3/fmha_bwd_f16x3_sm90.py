@@ -1,0 +1,200 @@
+"""The float32 backward of wgmma: 3xFP16, three products of f16 for each product of f32. One kernel
+owns the rows of dq, another those of dk and dv. A kernel that runs first writes every operand as hi
+and lo parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+from jax_memeff.codegen import gpu, shared_memory
+from jax_memeff.codegen.features import BROADCAST_BATCH
+from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.kernels.bases.backward import Backward
+from jax_memeff.codegen.kernels.bases.families import (
+    WARPGROUP_ROWS,
+    WgmmaKernel,
+    WgmmaTile,
+    key_tile_grid,
+    modifiers,
+    stage,
+    wgmma_tile,
+)
+from jax_memeff.codegen.kernels.fmha_fwd_f16x3_sm90 import SPLIT_THREADS
+from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.spec import KernelSpec, Row
+from jax_memeff.codegen.strategy import Strategy
+
+_PROBABILITY_BUFFERS = 2
+"""The buffers of P that one consumer of the dkdv kernel fills and the other one reads."""
+
+_MOST_Q_BLOCK_BUFFERS = 4
+_FACTOR_BYTES = 4
+
+_MODIFIERS = modifiers("bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile(WgmmaTile):
+    """A row of the table of this backward."""
+
+    overlaps: bool = False
+    """Whether S and dP of a block of queries or keys overlap the gradients of the block before."""
+
+    @property
+    def modifier_registers(self) -> int:
+        """Registers that the dq kernel leaves to masks and modifiers: with 44 in all, a boolean
+        mask spills 20 bytes at head dim 128.
+        """
+        return 16 if self.modifiers else 0
+
+
+TILES: Mapping[int, Sequence[Tile]] = {
+    64: (
+        Tile(
+            128,
+            64,
+            4,
+            "four buffers of queries and dO, so that products of two Q blocks may overlap",
+            overlaps=True,
+        ),
+        Tile(128, 64, 4, "S and dP do not overlap gradients", modifiers=_MODIFIERS),
+    ),
+    96: (
+        Tile(128, 64, 3, "219 KB for dq"),
+        Tile(128, 64, 3, "fewer queries and dO in registers", modifiers=_MODIFIERS),
+    ),
+    128: (
+        Tile(
+            128,
+            64,
+            2,
+            "227 KB; two buffers of queries and dO, so the next Q block arrives under all products",
+        ),
+        Tile(128, 64, 2, "fewer queries and dO in registers", modifiers=_MODIFIERS),
+    ),
+}
+"""By the larger of the two padded head dims. The dq kernel owns ``query`` queries and takes ``key``
+keys at a time from ``stages`` buffers; the dkdv kernel owns ``key`` keys."""
+
+
+class FmhaBwdF16x3Sm90(Backward, WgmmaKernel):
+    """The 3xFP16 backward."""
+
+    stem = "backward/f16x3/fmha_bwd_f16x3_sm90"
+    class_name = "FmhaBackwardF16x3"
+    """Each of its entry points appends its own name."""
+    takes_f32 = True
+    owns_outputs = True
+    tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
+
+    def padded_rows(self) -> Iterator[Row]:
+        for head, value in itertools.product(self.tiles, repeat=2):
+            for tile in self.tiles[max(head, value)]:
+                yield Row(head, value, tile)
+
+    def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
+        reasons = super().reasons(spec, problem, strategy)
+        if spec[BROADCAST_BATCH]:
+            reasons.append("it splits its operands once for each batch index of the call")
+        return reasons
+
+    def element(self, spec: KernelSpec) -> str:
+        return "memeff::F16x3"
+
+    def _tile_bytes(self, spec: KernelSpec, columns: int) -> int:
+        """64 rows: hi and lo parts, and a factor of each row."""
+        return WARPGROUP_ROWS * (columns * spec.element_bytes + _FACTOR_BYTES)
+
+    def dq_bytes(self, spec: KernelSpec) -> int:
+        """Tiles of query and dO, rings of key and, with one buffer fewer, of value."""
+        tile = wgmma_tile(spec)
+        head = self._tile_bytes(spec, spec.padded_head_dim)
+        value = self._tile_bytes(spec, spec.padded_value_dim)
+        own = tile.query // WARPGROUP_ROWS
+        tiles = (own + tile.stages) * head + (own + tile.stages - 1) * value
+        return tiles + 2 * tile.stages * shared_memory.PIPELINE_BYTES
+
+    def dkdv_bytes_and_buffers(self, spec: KernelSpec) -> tuple[int, int]:
+        """Tiles of key and value, rings of as many query and dO, of statistics beside them, and of
+        P in f32: bytes, and the buffers of query and of dO.
+        """
+        key = spec.tile.key
+        pair = self._tile_bytes(spec, spec.padded_head_dim)
+        pair += self._tile_bytes(spec, spec.padded_value_dim)
+
+        def size(buffers: int) -> int:
+            statistics = key * shared_memory.STATISTICS_BYTES
+            probabilities = _PROBABILITY_BUFFERS * key * key * 4
+            barriers = 2 + 2 * buffers + _PROBABILITY_BUFFERS
+            control = barriers * shared_memory.PIPELINE_BYTES
+            return pair + buffers * (pair + statistics) + probabilities + control
+
+        available = gpu.SM90.shared_bytes(blocks=1)
+        counts = range(_MOST_Q_BLOCK_BUFFERS, 1, -1)
+        buffers = next(count for count in counts if size(count) <= available)
+        return size(buffers), buffers
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        """The larger of the two kernels'."""
+        key_bytes, _ = self.dkdv_bytes_and_buffers(spec)
+        return max(self.dq_bytes(spec), key_bytes)
+
+    def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
+        def own(suffix: str, name: str, threads: int, shared_bytes: int = 0, **rest) -> EntryPoint:
+            class_name = f"{self.class_name}{name}<Config>"
+            return stage(spec, suffix, class_name, threads, shared_bytes, **rest)
+
+        # A CTA splits this many rows of one array.
+        rows = WARPGROUP_ROWS
+        grid = Grid(f"2*B*N*T_or_1/{rows}+2*B*K*S_or_1/{rows}")
+        entries = [
+            own("split", "Split", SPLIT_THREADS, grid=grid),
+            own("preprocess", "Preprocess", spec.computing_threads),
+        ]
+        if "query" in spec.gradients:
+            block_mask = spec.block_mask("queries")
+            size = self.dq_bytes(spec)
+            entries.append(own("dq", "Dq", spec.threads, size, block_mask=block_mask))
+        if {"key", "value"} & set(spec.gradients):
+            block_mask = spec.block_mask("keys", WARPGROUP_ROWS)
+            size, _ = self.dkdv_bytes_and_buffers(spec)
+            grid = key_tile_grid(spec)
+            entries.append(
+                own("dkdv", "Dkdv", spec.threads, size, grid=grid, block_mask=block_mask)
+            )
+        return tuple(entries)
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        assert isinstance(spec.tile, Tile)
+        _, buffers = self.dkdv_bytes_and_buffers(spec)
+        return {
+            **super().constants(spec),
+            "kOverlaps": spec.tile.overlaps,
+            "kModifierRegisters": spec.tile.modifier_registers,
+            "kQBlockStages": buffers,
+            "kProbabilityStages": _PROBABILITY_BUFFERS,
+        }
+
+    def bias_sum_rows(self, spec: KernelSpec) -> int:
+        raise NotImplementedError
+
+    def workspaces(
+        self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
+    ) -> Iterator[Workspace]:
+        """Hi and lo parts of each element, and a factor of each row, in tiles of 64 rows; every
+        length has at least one tile.
+        """
+        yield from super().workspaces(spec, sizes, multiprocessors)
+        lengths = sizes.with_rows()
+        queries = lengths.padded_queries(WARPGROUP_ROWS)
+        keys = lengths.padded_keys(spec.tile.key)
+        yield Workspace("query_hi_lo", (queries * (spec.padded_head_dim + 1),))
+        yield Workspace("key_hi_lo", (keys * (spec.padded_head_dim + 1),))
+        yield Workspace("value_hi_lo", (keys * (spec.padded_value_dim + 1),))
+        yield Workspace("out_gradient_hi_lo", (queries * (spec.padded_value_dim + 1),))
