@@ -36,6 +36,52 @@ CUTE_DEVICE void arrive_cluster_barrier(uint64_t& barrier, int rank) {
       : "memory");
 }
 
+// As above, and makes the phase there wait for `bytes` bytes, in addition to those that other
+// arrivals expect.
+CUTE_DEVICE void arrive_cluster_and_expect(uint64_t& barrier, int rank, int bytes) {
+  asm volatile(
+      "{\n\t"
+      ".reg .b32 remote;\n\t"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
+      "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [remote], %2;\n\t"
+      "}" ::"r"(shared_address(&barrier)),
+      "r"(rank), "r"(bytes)
+      : "memory");
+}
+
+// As wait_barrier() for a phase that arrivals and stores of other CTAs end: their writes are
+// visible afterwards.
+CUTE_DEVICE void wait_cluster_barrier(uint64_t& barrier, int parity) {
+  asm volatile(
+      "{\n\t"
+      ".reg .pred done;\n\t"
+      "WAIT:\n\t"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+      "@done bra DONE;\n\t"
+      "bra WAIT;\n\t"
+      "DONE:\n\t"
+      "}" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// The address of the CTA with this rank that corresponds to an address of this one.
+CUTE_DEVICE uint32_t cluster_address(uint32_t shared, int rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  return address;
+}
+
+// Starts the store of 16 bytes to another CTA. They arrive at a barrier there. Both addresses are
+// those of cluster_address().
+CUTE_DEVICE void store_cluster_vector(uint32_t target, uint32_t barrier, uint32_t const (&x)[4]) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(target),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier)
+      : "memory");
+}
+
 // As load_box() into every CTA of a cluster of kCtas: the box and its bytes arrive at the same
 // addresses in each of them.
 template <int kCtas>

@@ -40,7 +40,11 @@ int cluster_rank();
 void arrive_cluster();  // does not wait
 void wait_cluster();
 // Arrives at the barrier of the same address in another block of the cluster, or in this one.
-void arrive_cluster_barrier(uint64_t& barrier, int rank);
+void arrive_cluster_barrier(uint64_t& barrier, int rank, int expected_bytes = 0);
+// The same address in another block of the cluster, with its rank in the high bits.
+uint32_t cluster_address(uint32_t shared, int rank);
+// Starts the store of 16 bytes to another block. They arrive at a barrier there.
+void store_cluster(uint32_t target, uint32_t barrier, uint32_t const (&words)[4]);
 
 // Instructions that the lanes of a warp execute together.
 uint32_t shuffle(uint32_t value, int lane);
