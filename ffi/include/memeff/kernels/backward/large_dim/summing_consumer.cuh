@@ -47,17 +47,16 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     decltype(PanelGrid::make_accumulators()) panels[kWholePanels];  // (4, 1, MMA_N)
     decltype(HalfGrid::make_accumulators()) half;                   // (4, 1, MMA_N)
 
-    CUTE_DEVICE void fence() {
-      CUTE_UNROLL
-      for (auto& panel : panels) fence_accumulators(panel);
-      if constexpr (kHasHalf) fence_accumulators(half);
-    }
-
+    // Calls use(part, index) for every part. Hazard: the indices must be constants, or ptxas keeps
+    // the sums in local memory.
     template <class Use>
     CUTE_DEVICE void for_each(Use use) {
-      CUTE_UNROLL
-      for (auto& panel : panels) use(panel);
-      if constexpr (kHasHalf) use(half);
+      cute::for_each(cute::make_seq<kWholePanels>{}, [&](auto part) { use(panels[part], part); });
+      if constexpr (kHasHalf) use(half, cute::Int<kWholePanels>{});
+    }
+
+    CUTE_DEVICE void fence() {
+      for_each([](auto& part, auto) { fence_accumulators(part); });
     }
   };
 
@@ -76,7 +75,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     Role const role(params, work, control, tiles, rank);
     Sums sums;
-    sums.for_each([](auto& part) { cute::clear(part); });
+    sums.for_each([](auto& part, auto) { cute::clear(part); });
     if (work.count > 0) {
       wait_barrier(control.own, 0);
       random_sleep();
@@ -177,18 +176,12 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     }
     sums.fence();
     begin_products();
-    CUTE_UNROLL
-    for (int part = 0; part < kWholePanels; ++part) {
-      add_product(sums.panels[part], left, rights[part]);
-    }
-    if constexpr (kHasHalf) add_product(sums.half, left, rights[kWholePanels]);
+    sums.for_each([&](auto& part, auto index) {
+      warpgroup_gemm<Element, kSteps>(part, left,
+                                      Base::template operand<Contiguous::outer>(rights[index]));
+      commit_products();
+    });
     Base::release_message(control, Role::link(role.rank), Role::peer(role.rank));
-  }
-
-  template <class Accumulators>
-  CUTE_DEVICE static void add_product(Accumulators& part, Operand const& left, uint32_t right) {
-    warpgroup_gemm<Element, kSteps>(part, left, Base::template operand<Contiguous::outer>(right));
-    commit_products();
   }
 
   // Waits for the sum, and releases the panels of the block. Both consumers release each panel,
@@ -215,7 +208,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     if constexpr (Role::kStores) {
       int const bound = role.row_bound();
       float const scale = role.sum_scale();
-      sums.for_each([&](auto& part) {
+      sums.for_each([&](auto& part, auto) {
         CUTE_UNROLL
         for (int i = 0; i < cute::size(part); ++i) {
           bool const beyond = !kOwnsKeys && PanelGrid::element_row(i % 4, 0) >= bound;
@@ -224,15 +217,12 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
       });
       uint32_t const own = tiles + RoleTiles::kOwnOffset;
       named_barrier_sync(kConsumerBarrier, kConsumers);
-      CUTE_UNROLL
-      for (int part = 0; part < kWholePanels; ++part) {
-        store_accumulators<Element, Panel, PanelGrid>(
-            own + (kWarpgroups * part + warpgroup) * Panel::kBytes, sums.panels[part]);
-      }
-      if constexpr (kHasHalf) {
-        store_accumulators<Element, Panel, HalfGrid>(own + (kPanels - 1) * Panel::kBytes,
-                                                     sums.half);
-      }
+      sums.for_each([&](auto const& part, auto index) {
+        constexpr bool kIsHalf = index == kWholePanels;
+        using Grid = cute::conditional_t<kIsHalf, HalfGrid, PanelGrid>;
+        int const panel = kWarpgroups * index + (kIsHalf ? 0 : warpgroup);
+        store_accumulators<Element, Panel, Grid>(own + panel * Panel::kBytes, part);
+      });
       fence_tma_store();
       named_barrier_sync(kConsumerBarrier, kConsumers);
       if (warpgroup == 0) role.store(maps, own);
