@@ -302,6 +302,29 @@ LARGE_DIMS = [
         )
     ),
 ]
+# Their backward: clusters whose last rows are beyond the tensors, without rows, without keys, or
+# with one block.
+LARGE_GRADIENTS = [
+    *on_three_schedules(LARGE(T=130, S=200, N=2, **CAUSAL), arch="sm_90a"),
+    *(
+        Run(case, "sm_90a", seed, multiprocessors=1 + seed % 3)
+        for seed, case in enumerate(
+            (
+                LARGE(T=64, S=64, N=1, H=320),
+                LARGE(T=300, S=150, N=4, K=2, H=320, dtype="float16", **BOTTOM_RIGHT),
+                LARGE(T=70, S=130, H=384, soft_cap=2.0, **WINDOW),
+                LARGE(T=65, S=200, N=2, H=576, Hv=512, **CAUSAL),
+                LARGE(T=140, S=90, N=1, H=576, Hv=512, soft_cap=2.0),
+                LARGE(T=70, S=90, H=440, Hv=264, N=1, scale=-0.1),
+                LARGE(B=3, T=130, S=150, H=320, lengths=EMPTY, segments=1, sinks=True),
+                LARGE(B=3, T=130, S=150, N=4, K=2, lengths=LENGTHS, packed=True, **CAUSAL),
+                LARGE(B=3, T=200, S=152, H=320, position=((160, 0, 48), (128, 16, 0)), **CAUSAL),
+                LARGE(B=6, T=70, S=90, N=1, H=320, boolean=("B1TS",), shared=SHARED_MASK),
+                LARGE(T=130, S=300, H=320, N=1, bias="1NT1"),
+            )
+        )
+    ),
+]
 # Each batch index has its own positions, so that some rows see every KV block and others few or
 # none.
 EACH: Any = {"B": 3, "T": 200, "S": 152, "position": ((160, 0, 48), (128, 16, 0))}
@@ -399,6 +422,7 @@ RUNS = (
     + SHARES
     + FLOAT32
     + LARGE_DIMS
+    + LARGE_GRADIENTS
     + POSITIONS
     + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
 )
