@@ -33,7 +33,7 @@ struct LargeDimCluster {
   static constexpr int kOutRank = kScoreCtas;
   static constexpr int kCtas = kScoreCtas + 1;
 
-  static constexpr int kWarpgroups = Tiles::kWarpgroups;  // consumers
+  static constexpr int kWarpgroups = Tiles::kWarpgroups;     // consumers
   static constexpr int kWarps = kWarpgroupSize / kWarpSize;  // of a consumer
   static constexpr int kConsumers = Tiles::kThreads;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
@@ -64,6 +64,9 @@ struct LargeDimCluster {
     using OwnTile = SharedTile<kRows, kColumns>;
     static constexpr int kPanels = kColumns / Panel::kColumns;
     static constexpr int kStages = kStages_;
+    // The first CTAs of a cluster that owns queries have the same panels of keys. Each copies every
+    // second one to both, and a buffer is empty when the consumers of both have released it.
+    static constexpr int kSharers = kIsOut ? 1 : kScoreCtas;
     static_assert(OwnTile::kPanelBytes == Panel::kBytes && OwnTile::kPanels == kPanels);
     static_assert(kStages <= kMostBlocks * kPanels);
     static constexpr int kOwnOffset = kMessageBytes;
@@ -82,8 +85,8 @@ struct LargeDimCluster {
       RoleTiles<true, Config::kValueDim, kScoreCtas, kScoreCtas * kProbabilityBytes, kOutStages>;
   static constexpr int kMostStages = cute::max(kScoreStages, kOutStages);
 
-  // The barriers that have the same addresses in all roles. Index `link` is the rank of the CTA that
-  // computes S.
+  // The barriers that have the same addresses in all roles. Index `link` is the rank of the CTA
+  // that computes S.
   struct Links {
     uint64_t own;                    // the CTA's own rows
     uint64_t received[kScoreCtas];   // a message has arrived here
@@ -112,8 +115,8 @@ struct LargeDimCluster {
   // or blocks of keys to which its rows attend.
   struct Work {
     WorkItem item;
-    int own_row;    // the first
-    int tile;       // of the first block
+    int own_row;     // the first
+    int tile;        // of the first block
     int head_tiles;  // of one head
     int count;
     int query_length;
@@ -123,9 +126,8 @@ struct LargeDimCluster {
       ProblemShape const& shape = params.shape;
       unsigned const cluster = blockIdx.x / kCtas;
       if constexpr (kOwnsKeys) {
-        item = work_item<Config, Heaviest::first>(shape, params.bias, cluster,
-                                                  ceil_div(shape.key_length, kRows),
-                                                  shape.key_heads);
+        item = work_item<Config, Heaviest::first>(
+            shape, params.bias, cluster, ceil_div(shape.key_length, kRows), shape.key_heads);
       } else {
         item = work_item<Config, Heaviest::last>(shape, params.bias, cluster, params.query_tiles,
                                                  shape.query_heads);
@@ -162,9 +164,9 @@ struct LargeDimCluster {
     return reads_beyond<Config>(length, row + kRows, rows) ? max(length - row, 0) : kRows;
   }
 
-  template <int kStages>
-  CUTE_DEVICE static void init(Control<kStages>& control, int rank) {
-    control.panels.init(kWarps * kWarpgroups);
+  template <class Role>
+  CUTE_DEVICE static void init(Control<Role::kStages>& control, int rank) {
+    control.panels.init(kWarps * kWarpgroups * Role::kSharers);
     init_barrier(control.own, 1);
     // Both consumers read a message, except the one of two links in the last CTA.
     int const readers = kOwnsKeys || rank == kOutRank ? kWarpgroups : 1;
@@ -174,6 +176,24 @@ struct LargeDimCluster {
       init_barrier(control.delivered[link], kWarps * readers);
     }
     fence_barrier_init();
+  }
+
+  // Releases kPanels panels from `stage` on, in all CTAs that share them. All lanes of a warp call
+  // it.
+  template <class Role, int kPanels>
+  CUTE_DEVICE static void release_panels(Control<Role::kStages>& control,
+                                         PipelineStage<Role::kStages> stage) {
+    int const lane = threadIdx.x % kWarpSize;
+    if (lane < kPanels * Role::kSharers) {
+      stage.advance(lane % kPanels);
+      uint64_t& empty = control.panels.empty[stage.index];
+      if constexpr (Role::kSharers == 1) {
+        arrive_barrier(empty);
+      } else {
+        arrive_cluster_barrier(empty, lane / kPanels);
+      }
+    }
+    random_sleep();
   }
 
   // Waits until the receiver has read the message before this one. `parity` is that of the message.
@@ -186,8 +206,8 @@ struct LargeDimCluster {
   // its place in that CTA's shared memory. All threads of a warpgroup call it after
   // acquire_message().
   template <int kTiles>
-  CUTE_DEVICE static void send_message(Links& links, uint32_t tiles, int link, int rank,
-                                       int offset, Operand const (&operands)[kTiles]) {
+  CUTE_DEVICE static void send_message(Links& links, uint32_t tiles, int link, int rank, int offset,
+                                       Operand const (&operands)[kTiles]) {
     constexpr int kSteps = kRows / 16;
     constexpr int kVectorBytes = 16;
     int const thread = thread_index() % kWarpgroupSize;

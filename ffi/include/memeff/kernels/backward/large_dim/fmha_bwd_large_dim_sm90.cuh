@@ -59,7 +59,7 @@ struct LargeDimBackwardKernel : LargeDimCluster<Config, kOwned> {
     char* const shared = dynamic_shared();
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
     uint32_t const tiles = shared_address(shared);
-    if (threadIdx.x == kConsumers) Base::init(control, rank);
+    if (threadIdx.x == kConsumers) Base::template init<Role>(control, rank);
     // Makes the barriers of each CTA visible to the threads of all of them.
     arrive_cluster();
     wait_cluster();

@@ -1,5 +1,5 @@
-// The last CTA of a cluster of fmha_bwd_large_dim_sm90.cuh computes dP, receives P, and sends dS. If
-// the cluster owns keys it also sums dv = P^T dO.
+// The last CTA of a cluster of fmha_bwd_large_dim_sm90.cuh computes dP, receives P, and sends dS.
+// If the cluster owns keys it also sums dv = P^T dO.
 #pragma once
 
 #include <memeff/collective/probability_modifiers.cuh>
@@ -47,8 +47,7 @@ struct LargeDimOutRole : LargeDimCluster<Config, kOwned> {
   template <class Scores>
   CUTE_DEVICE void exchange(int block, Scores& score_gradient) const {
     Base::wait_message(links, 0, block & 1);
-    Operand const probabilities =
-        Base::load_message(tiles, (kProbabilityTiles - 1) * kTileBytes);
+    Operand const probabilities = Base::load_message(tiles, (kProbabilityTiles - 1) * kTileBytes);
     uint32_t const statistics = Base::statistics(tiles, block);
     int const thread = thread_index();
     Operand message[1];
@@ -79,9 +78,9 @@ struct LargeDimOutRole : LargeDimCluster<Config, kOwned> {
     ProblemShape const& shape = params.shape;
     int const length = Config::kVarlen ? work.key_length : shape.key_length;
     Origin const origin = key_origin<Config>(shape, work.item.batch);
-    store_part<Config, typename Tiles::OwnTile>(
-        maps.value_gradient, params.value_gradient, tile, 0, origin.row + work.own_row,
-        length - work.own_row, work.item.head, origin.batch, shape.value_dim);
+    store_part<Config, typename Tiles::OwnTile>(maps.value_gradient, params.value_gradient, tile, 0,
+                                                origin.row + work.own_row, length - work.own_row,
+                                                work.item.head, origin.batch, shape.value_dim);
     wait_tma_stores();
   }
 
@@ -141,7 +140,6 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
   CUTE_DEVICE static void multiply(Control& control, uint32_t tiles, int warpgroup,
                                    PipelineStage<OutTiles::kStages>& stage, Scores& scores) {
     uint32_t const own = tiles + OutTiles::kOwnOffset + warpgroup * OutTiles::OwnTile::kBytes;
-    bool const leader = threadIdx.x % kWarpSize == 0;
     Turns::take(warpgroup);
     fence_accumulators(scores);
     auto before = stage;
@@ -155,7 +153,7 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
       commit_products();
       if (panel > 0) {
         wait_products<1>();
-        if (leader) control.panels.release(before);
+        Base::template release_panels<OutTiles, 1>(control, before);
         before.advance();
       }
       stage.advance();
@@ -163,7 +161,7 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
     Turns::pass(warpgroup);
     wait_products<0>();
     fence_accumulators(scores);
-    if (leader) control.panels.release(before);
+    Base::template release_panels<OutTiles, 1>(control, before);
   }
 
   // Computes dS from P, which contains the derivative of the modifiers, and from dP, and sends it.

@@ -1,5 +1,5 @@
-// The CTAs of fmha_bwd_large_dim_sm90.cuh that compute S. They send P to the last CTA of the cluster
-// and receive dS for their sum: dq = dS K, or dk = dS^T Q.
+// The CTAs of fmha_bwd_large_dim_sm90.cuh that compute S. They send P to the last CTA of the
+// cluster and receive dS for their sum: dq = dS K, or dk = dS^T Q.
 #pragma once
 
 #include <memeff/collective/softmax/transposed.cuh>
@@ -91,9 +91,8 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
   // Stores the gradient from a tile in shared memory. One warpgroup calls it.
   CUTE_DEVICE void store(BackwardMaps const& maps, uint32_t tile) const {
     ProblemShape const& shape = params.shape;
-    int const length =
-        kOwnsKeys ? (Config::kVarlen ? work.key_length : shape.key_length)
-                  : (Config::kVarlen ? work.query_length : shape.query_length);
+    int const length = kOwnsKeys ? (Config::kVarlen ? work.key_length : shape.key_length)
+                                 : (Config::kVarlen ? work.query_length : shape.query_length);
     Origin const origin = kOwnsKeys ? key_origin<Config>(shape, work.item.batch)
                                     : query_origin<Config>(shape, work.item.batch);
     store_part<Config, typename Tiles::OwnTile>(
@@ -145,8 +144,7 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
         }
         messages[0].fragments[0][pair][i] = pack<Element>(p[0], p[1]);
         if constexpr (kProbabilityTiles == 2) {
-          messages[1].fragments[0][pair][i] =
-              pack<Element>(differentiated[0], differentiated[1]);
+          messages[1].fragments[0][pair][i] = pack<Element>(differentiated[0], differentiated[1]);
         }
       }
     }

@@ -63,8 +63,8 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
   // Positions in the ring and in the sequence of messages.
   struct Position {
     int warpgroup;
-    Stage scores;  // the first panel of the next tile of scores
-    Stage sum;     // the first panel of the next sum
+    Stage scores;   // the first panel of the next tile of scores
+    Stage sum;      // the first panel of the next sum
     int block = 0;  // of the next sum
   };
 
@@ -189,12 +189,10 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
   CUTE_DEVICE static void end_sum(Control& control, Position& at, Sums& sums) {
     cute::for_each(cute::make_seq<kParts>{}, [&](auto part) {
       wait_products<kParts - 1 - part>();
-      constexpr int kReleased = part < kWholePanels ? kWarpgroups : 1;
-      if (int const lane = threadIdx.x % kWarpSize; lane < kReleased) {
-        Stage stage = at.sum;
-        stage.advance(kWarpgroups * part + lane);
-        control.panels.release(stage);
-      }
+      Stage stage = at.sum;
+      stage.advance(kWarpgroups * part);
+      Base::template release_panels < RoleTiles,
+          part<kWholePanels ? kWarpgroups : 1>(control, stage);
     });
     sums.fence();
     at.sum.advance(kPanels);
