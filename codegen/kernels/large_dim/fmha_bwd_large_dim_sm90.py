@@ -1,5 +1,5 @@
-"""The backward of wgmma for head dims above 256: one kernel owns the rows of dq, another those of dk
-and dv, and in both the CTAs of a cluster divide the products.
+"""The backward of wgmma for head dims above 256: one kernel owns the rows of dq, another those of
+dk and dv, and in both the CTAs of a cluster divide the products.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax_memeff.codegen.kernels.bases.families import (
     WARPGROUP_ROWS,
     WgmmaTile,
     stage,
+    wgmma_tile,
 )
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import WgmmaBackward
 from jax_memeff.codegen.launch import EntryPoint, Grid
@@ -25,8 +26,8 @@ from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
 _PANEL_COLUMNS = 64
-_MOST_BLOCKS = 3
-"""Blocks of 64 rows that have panels in a ring; more do not help."""
+_PANEL_BYTES = WARPGROUP_ROWS * _PANEL_COLUMNS * 2 + shared_memory.PIPELINE_BYTES
+"""A panel in a ring, with its barriers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +60,15 @@ TILES: Mapping[tuple[int, int], WgmmaTile] = {
     dims: WgmmaTile(
         2 * WARPGROUP_ROWS,
         WARPGROUP_ROWS,
-        2,
-        "a sum of 64 rows takes up to 144 registers a thread; a ring has two blocks or more",
+        3,
+        "a sum of 64 rows takes up to 144 registers a thread; with fewer keys and queries, shared "
+        "memory would limit S",
         modifiers=("soft cap", *MASK_MODIFIERS),
     )
     for dims in ((320, 320), (384, 384), (448, 448), (512, 512), (576, 512))
 }
 """By the padded head dims of query and value. A tile owns ``query`` queries in one kernel and
-``key`` keys in the other; ``stages`` are the blocks that a ring holds at least."""
+``key`` keys in the other. A ring has panels of at most ``stages`` blocks; more do not help."""
 
 
 class FmhaBwdLargeDimSm90(WgmmaBackward):
@@ -77,10 +79,10 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
     """Each of its entry points appends its own name."""
     owns_outputs = True
     own_problems = tuple((pair, {}) for pair in ((320, 320), (512, 512), (576, 512)))
-    large_tiles: ClassVar[Mapping[tuple[int, int], WgmmaTile]] = TILES
+    dim_tiles: ClassVar[Mapping[tuple[int, int], WgmmaTile]] = TILES
 
     def padded_rows(self) -> Iterator[Row]:
-        for (head, value), tile in self.large_tiles.items():
+        for (head, value), tile in self.dim_tiles.items():
             yield Row(head, value, tile)
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
@@ -111,27 +113,30 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
     def stages(self, spec: KernelSpec, owner: str) -> tuple[int, int]:
         """The panels in the rings of the CTAs that compute S, and of the one that computes dP."""
         cluster = self.cluster(spec, owner)
+        most = wgmma_tile(spec).stages
+        available = gpu.SM90.shared_bytes(blocks=1) - _control_bytes(cluster, most)
         found = tuple(
             min(
-                (_ring_bytes(cluster) - role.fixed_bytes) // _panel_bytes(),
-                _MOST_BLOCKS * role.columns // _PANEL_COLUMNS,
+                (available - role.fixed_bytes) // _PANEL_BYTES,
+                most * role.columns // _PANEL_COLUMNS,
             )
             for role in (cluster.scores, cluster.out)
         )
         return found if owner == "queries" else (min(found), min(found))
 
     def cluster_bytes(self, spec: KernelSpec, owner: str) -> int:
-        """Own tiles, messages and the ring of the larger role; the statistics of the rows in a ring;
-        and barriers: two for each panel, one for the own rows, and two for each link.
+        """Own tiles, messages and the ring of the larger role; the statistics of the rows in a
+        ring; and barriers: two for each panel, one for the own rows, and two for each link.
         """
         cluster = self.cluster(spec, owner)
         stages = self.stages(spec, owner)
         roles = (cluster.scores, cluster.out)
         tiles = max(
-            role.fixed_bytes + count * WARPGROUP_ROWS * _PANEL_COLUMNS * 2
+            role.fixed_bytes + count * (_PANEL_BYTES - shared_memory.PIPELINE_BYTES)
             for role, count in zip(roles, stages, strict=True)
         )
-        return tiles + _control_bytes(cluster) + max(stages) * shared_memory.PIPELINE_BYTES
+        control = _control_bytes(cluster, wgmma_tile(spec).stages)
+        return tiles + control + max(stages) * shared_memory.PIPELINE_BYTES
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         return max(self.cluster_bytes(spec, owner) for owner in ("queries", "keys"))
@@ -169,17 +174,8 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         }
 
 
-def _panel_bytes() -> int:
-    """A panel in a ring, with its barriers."""
-    return WARPGROUP_ROWS * _PANEL_COLUMNS * 2 + shared_memory.PIPELINE_BYTES
-
-
-def _control_bytes(cluster: _Cluster) -> int:
-    """Everything besides tiles and the barriers of the ring."""
-    statistics = _MOST_BLOCKS * WARPGROUP_ROWS * shared_memory.STATISTICS_BYTES
+def _control_bytes(cluster: _Cluster, blocks: int) -> int:
+    """Everything besides tiles and the barriers of the ring, with statistics of some blocks."""
+    statistics = blocks * WARPGROUP_ROWS * shared_memory.STATISTICS_BYTES
     barriers = 1 + 2 * (cluster.ctas - 1)
     return statistics * cluster.has_statistics + barriers * shared_memory.BARRIER_BYTES
-
-
-def _ring_bytes(cluster: _Cluster) -> int:
-    return gpu.SM90.shared_bytes(blocks=1) - _control_bytes(cluster)

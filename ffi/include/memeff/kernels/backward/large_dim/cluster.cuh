@@ -49,7 +49,7 @@ struct LargeDimCluster {
   // A cluster passes over the other rows in panels of 64 columns.
   using Panel = SharedTile<kRows, 64>;
   static constexpr int kStatisticsBytes = kRows * int(sizeof(float2));
-  static constexpr int kMostBlocks = 3;  // that have panels in a ring
+  static constexpr int kMostBlocks = Config::kStages;  // that have panels in a ring
 
   // A tile of scores between two CTAs: each thread's operand, in vectors. With the derivative of
   // modifiers, dK needs P times the derivative and dV needs P.
