@@ -88,8 +88,9 @@ struct LargeDimOutRole : LargeDimCluster<Config, kOwned> {
 };
 
 // The consumers of this CTA if the cluster owns queries: each computes dS of the rows of one of the
-// other CTAs, and sums nothing. They multiply in turn, so that one computes dS while the other
-// keeps the tensor cores busy.
+// other CTAs, and sums nothing. So its rows of dO fit in registers, which halves the reads of
+// shared memory. The consumers multiply in turn: one computes dS while the other keeps the tensor
+// cores busy.
 template <class Config>
 struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
   using Base = LargeDimCluster<Config, Owned::queries>;
@@ -108,6 +109,8 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
   using Statistics = RegisterStatistics<ScoreGrid>;
   using Turns = ConsumerTurns<true, kWarpgroups, kTurnBarrier>;
   static constexpr int kPanels = OutTiles::kPanels;
+  static constexpr int kPanelSteps = Panel::kColumns / 16;
+  using OutRows = RegisterOperand<1, kPanels * kPanelSteps, sizeof(Element)>;
 
   CUTE_DEVICE static void run(BackwardParams const& params, Work const& work, Control& control,
                               uint32_t tiles) {
@@ -117,6 +120,8 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
           Base::load_statistics(params, work, work.own_row + warpgroup * kRows);
       wait_barrier(control.own, 0);
       random_sleep();
+      OutRows const rows = load_operand<typename OutTiles::OwnTile, ScoreGrid>(
+          tiles + OutTiles::kOwnOffset + warpgroup * OutTiles::OwnTile::kBytes);
       Turns::begin(warpgroup);
       PipelineStage<OutTiles::kStages> stage;
       CUTE_NO_UNROLL
@@ -125,7 +130,7 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
             control, tiles, warpgroup, stage,
             Base::valid_rows(params.shape, work, work.position(params.shape, block, 0)));
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-        multiply(control, tiles, warpgroup, stage, score_gradient);
+        multiply(control, tiles, warpgroup, rows, stage, score_gradient);
         exchange(params, control, tiles, warpgroup, block, statistics, score_gradient);
       }
     }
@@ -138,8 +143,8 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
   // dP = dO V^T, panel by panel, each of which is released when the next one is multiplied.
   template <class Scores>
   CUTE_DEVICE static void multiply(Control& control, uint32_t tiles, int warpgroup,
-                                   PipelineStage<OutTiles::kStages>& stage, Scores& scores) {
-    uint32_t const own = tiles + OutTiles::kOwnOffset + warpgroup * OutTiles::OwnTile::kBytes;
+                                   OutRows const& rows, PipelineStage<OutTiles::kStages>& stage,
+                                   Scores& scores) {
     Turns::take(warpgroup);
     fence_accumulators(scores);
     auto before = stage;
@@ -147,9 +152,13 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
     for (int panel = 0; panel < kPanels; ++panel) {
       control.panels.wait(stage);
       begin_products();  // after each wait, else ptxas (CUDA 13.0) injects it (C7519)
-      warpgroup_gemm<Element, Panel::kColumns / 16>(
-          scores, Base::template operand<Contiguous::k>(own + panel * Panel::kBytes),
-          Base::template operand<Contiguous::k>(OutTiles::panel(tiles, stage.index)), panel > 0);
+      auto const right = Base::template operand<Contiguous::k>(OutTiles::panel(tiles, stage.index));
+      CUTE_UNROLL
+      for (int step = 0; step < kPanelSteps; ++step) {
+        wgmma<Element, decltype(right)::kMajor>(scores,
+                                                rows.fragments[0][panel * kPanelSteps + step],
+                                                right.at(step), panel > 0 || step > 0);
+      }
       commit_products();
       if (panel > 0) {
         wait_products<1>();
