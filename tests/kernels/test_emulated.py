@@ -369,6 +369,7 @@ DETERMINISTIC = [
             "sm_90a",
             Case(B=1, T=300, S=1400, N=4, H=128, dtype="float16", boolean=("1NTS",), block=128),
         ),
+        ("sm_90a", LARGE(T=140, S=300, H=320, dtype="float16", **CAUSAL)),
         # More key heads than are interleaved.
         ("sm_90a", Case(B=9, T=70, S=200, dtype="float16")),
     )
