@@ -26,6 +26,7 @@ from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 from jax_memeff._call.operands import Operands
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm90 import FmhaFwdLargeDimSm90
+from jax_memeff.codegen.kernels.large_dim.fmha_bwd_large_dim_sm90 import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.spec import KernelSpec
 
 
@@ -42,7 +43,9 @@ class Run:
     unattended: bool = False
     """Whether tiles of keys and values to which no row attends are NaN."""
     cluster: int = 1
-    """The CTAs of a cluster of a forward for large head dims."""
+    """For large head dims: the CTAs of a cluster of a forward, and the tiles of keys of a cluster of a
+    backward, at most two.
+    """
 
     def __str__(self) -> str:
         cluster = f"-cluster{self.cluster}" if self.cluster > 1 else ""
@@ -61,6 +64,12 @@ class Run:
         }
         with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
             patch.setattr(FmhaFwdLargeDimSm90, "tiles", own)
+            key_tiles = min(self.cluster, 2)
+            own = {
+                dims: dataclasses.replace(tile, key_tiles=key_tiles)
+                for dims, tile in FmhaBwdLargeDimSm90.dim_tiles.items()
+            }
+            patch.setattr(FmhaBwdLargeDimSm90, "dim_tiles", own)
             if not self.splits:
                 stack.enter_context(test_kernels.without_splits())
             yield
@@ -305,9 +314,9 @@ LARGE_DIMS = [
 # Their backward: clusters whose last rows are beyond the tensors, without rows, without keys, or
 # with one block.
 LARGE_GRADIENTS = [
-    *on_three_schedules(LARGE(T=130, S=200, N=2, **CAUSAL), arch="sm_90a"),
+    *on_three_schedules(LARGE(T=130, S=200, N=2, **CAUSAL), arch="sm_90a", cluster=2),
     *(
-        Run(case, "sm_90a", seed, multiprocessors=1 + seed % 3)
+        Run(case, "sm_90a", seed, multiprocessors=1 + seed % 3, cluster=1 + seed % 2)
         for seed, case in enumerate(
             (
                 LARGE(T=64, S=64, N=1, H=320),

@@ -17,7 +17,6 @@ from jax_memeff.codegen.kernels.bases.families import (
     WARPGROUP_ROWS,
     WgmmaTile,
     stage,
-    wgmma_tile,
 )
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import WgmmaBackward
 from jax_memeff.codegen.launch import EntryPoint, Grid
@@ -48,16 +47,27 @@ class _Role:
 
 
 class _Cluster(NamedTuple):
-    """The CTAs that compute S, and the one that computes dP."""
+    """The CTAs that compute S, and those that compute dP. Each has ``links`` to others."""
 
     scores: _Role
     out: _Role
     ctas: int
+    links: int
     has_statistics: bool
 
 
-TILES: Mapping[tuple[int, int], WgmmaTile] = {
-    dims: WgmmaTile(
+@dataclasses.dataclass(frozen=True)
+class Tile(WgmmaTile):
+    """A row of the table. A tile owns ``query`` queries in one kernel and ``key`` keys in the
+    other. A ring has panels of at most ``stages`` blocks; more do not help.
+    """
+
+    key_tiles: int = 1
+    """Tiles of keys of a cluster. Two share queries and dO by multicast."""
+
+
+TILES: Mapping[tuple[int, int], Tile] = {
+    dims: Tile(
         2 * WARPGROUP_ROWS,
         WARPGROUP_ROWS,
         3,
@@ -67,8 +77,7 @@ TILES: Mapping[tuple[int, int], WgmmaTile] = {
     )
     for dims in ((320, 320), (384, 384), (448, 448), (512, 512), (576, 512))
 }
-"""By the padded head dims of query and value. A tile owns ``query`` queries in one kernel and
-``key`` keys in the other. A ring has panels of at most ``stages`` blocks; more do not help."""
+"""By the padded head dims of query and value."""
 
 
 class FmhaBwdLargeDimSm90(WgmmaBackward):
@@ -79,7 +88,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
     """Each of its entry points appends its own name."""
     owns_outputs = True
     own_problems = tuple((pair, {}) for pair in ((320, 320), (512, 512), (576, 512)))
-    dim_tiles: ClassVar[Mapping[tuple[int, int], WgmmaTile]] = TILES
+    dim_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
 
     def padded_rows(self) -> Iterator[Row]:
         for (head, value), tile in self.dim_tiles.items():
@@ -105,15 +114,15 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         """The clusters of the kernel that owns queries, or of that which owns keys."""
         head, value = spec.padded_head_dim, spec.padded_value_dim
         if owner == "queries":
-            return _Cluster(_Role(head, 1, 1), _Role(value, 2, 2), 3, has_statistics=False)
-        probabilities = 2 if spec[SOFT_CAP] else 1
-        out = _Role(value, 1, probabilities)
-        return _Cluster(_Role(head, 1, 1), out, 2, has_statistics=True)
+            return _Cluster(_Role(head, 1, 1), _Role(value, 2, 2), 3, 2, has_statistics=False)
+        out = _Role(value, 1, 2 if spec[SOFT_CAP] else 1)
+        ctas = 2 * _tile(spec).key_tiles
+        return _Cluster(_Role(head, 1, 1), out, ctas, 1, has_statistics=True)
 
     def stages(self, spec: KernelSpec, owner: str) -> tuple[int, int]:
         """The panels in the rings of the CTAs that compute S, and of the one that computes dP."""
         cluster = self.cluster(spec, owner)
-        most = wgmma_tile(spec).stages
+        most = _tile(spec).stages
         available = gpu.SM90.shared_bytes(blocks=1) - _control_bytes(cluster, most)
         found = tuple(
             min(
@@ -135,7 +144,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
             role.fixed_bytes + count * (_PANEL_BYTES - shared_memory.PIPELINE_BYTES)
             for role, count in zip(roles, stages, strict=True)
         )
-        control = _control_bytes(cluster, wgmma_tile(spec).stages)
+        control = _control_bytes(cluster, _tile(spec).stages)
         return tiles + control + max(stages) * shared_memory.PIPELINE_BYTES
 
     def shared_bytes(self, spec: KernelSpec) -> int:
@@ -160,7 +169,8 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         if "query" in spec.gradients:
             entries.append(own("dq", "queries", f"B*N*T/{spec.tile.query}"))
         if {"key", "value"} & set(spec.gradients):
-            entries.append(own("dkdv", "keys", f"B*K*S/{spec.tile.key}"))
+            rows = spec.tile.key * _tile(spec).key_tiles
+            entries.append(own("dkdv", "keys", f"B*K*S/{rows}"))
         return tuple(entries)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
@@ -171,11 +181,17 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
             "kQueryStages": query,
             "kQueryOutStages": query_out,
             "kKeyStages": key,
+            "kKeyTiles": _tile(spec).key_tiles,
         }
 
 
 def _control_bytes(cluster: _Cluster, blocks: int) -> int:
     """Everything besides tiles and the barriers of the ring, with statistics of some blocks."""
     statistics = blocks * WARPGROUP_ROWS * shared_memory.STATISTICS_BYTES
-    barriers = 1 + 2 * (cluster.ctas - 1)
+    barriers = 1 + 2 * cluster.links
     return statistics * cluster.has_statistics + barriers * shared_memory.BARRIER_BYTES
+
+
+def _tile(spec: KernelSpec) -> Tile:
+    assert isinstance(spec.tile, Tile)
+    return spec.tile
