@@ -43,8 +43,8 @@ class Run:
     unattended: bool = False
     """Whether tiles of keys and values to which no row attends are NaN."""
     cluster: int = 1
-    """For large head dims: the CTAs of a cluster of a forward, and the tiles of keys of a cluster of a
-    backward, at most two.
+    """For large head dims: the CTAs of a cluster of a forward, and the tiles of keys of a cluster
+    of a backward, at most two.
     """
 
     def __str__(self) -> str:
@@ -65,11 +65,11 @@ class Run:
         with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
             patch.setattr(FmhaFwdLargeDimSm90, "tiles", own)
             key_tiles = min(self.cluster, 2)
-            own = {
-                dims: dataclasses.replace(tile, key_tiles=key_tiles)
-                for dims, tile in FmhaBwdLargeDimSm90.dim_tiles.items()
-            }
-            patch.setattr(FmhaBwdLargeDimSm90, "dim_tiles", own)
+            rows = tuple(
+                row._replace(tile=dataclasses.replace(row.tile, key_tiles=key_tiles))
+                for row in FmhaBwdLargeDimSm90.table
+            )
+            patch.setattr(FmhaBwdLargeDimSm90, "table", rows)
             if not self.splits:
                 stack.enter_context(test_kernels.without_splits())
             yield

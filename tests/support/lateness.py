@@ -58,9 +58,11 @@ def set_stages(stages: int | None) -> Iterator[None]:
                 for (head, value), tile in FmhaFwdLargeDimSm90.tiles.items()
             }
             patch.setattr(FmhaFwdLargeDimSm90, "tiles", large)
-            rows = FmhaBwdLargeDimSm90.dim_tiles.items()
-            small = {dims: dataclasses.replace(tile, stages=2) for dims, tile in rows}
-            patch.setattr(FmhaBwdLargeDimSm90, "dim_tiles", small)
+            small = tuple(
+                row._replace(tile=dataclasses.replace(row.tile, stages=2))
+                for row in FmhaBwdLargeDimSm90.table
+            )
+            patch.setattr(FmhaBwdLargeDimSm90, "table", small)
         rows = FmhaTangentSm90.tiles.items()
         patch.setattr(FmhaTangentSm90, "tiles", {dim: _fitting(row, stages) for dim, row in rows})
         rows = FmhaBwdSm90.tiles.items()
@@ -82,8 +84,9 @@ def _fitting(row: Sequence[PersistentTile], stages: int) -> list[PersistentTile]
 
 def has_backward(case: Case) -> bool:
     """Whether a case without a bias has a Hopper backward."""
-    head, value = max(FmhaBwdLargeDimSm90.dim_tiles)
-    return case.dtype != "float32" and head >= case.H and value >= case.value_dim
+    row = FmhaBwdLargeDimSm90.table[-1]
+    fits = row.padded_head_dim >= case.H and row.padded_value_dim >= case.value_dim
+    return case.dtype != "float32" and fits
 
 
 def kernels(case: Case) -> list[KernelSpec]:

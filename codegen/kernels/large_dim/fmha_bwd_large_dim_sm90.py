@@ -66,18 +66,20 @@ class Tile(WgmmaTile):
     """Tiles of keys of a cluster. Two share queries and dO by multicast."""
 
 
-TILES: Mapping[tuple[int, int], Tile] = {
-    dims: Tile(
-        2 * WARPGROUP_ROWS,
-        WARPGROUP_ROWS,
-        3,
-        "a sum of 64 rows takes up to 144 registers a thread; with fewer keys and queries, shared "
-        "memory would limit S",
-        modifiers=("soft cap", *MASK_MODIFIERS),
-    )
-    for dims in ((320, 320), (384, 384), (448, 448), (512, 512), (576, 512))
-}
-"""By the padded head dims of query and value."""
+_TILE = Tile(
+    2 * WARPGROUP_ROWS,
+    WARPGROUP_ROWS,
+    3,
+    "a sum of 64 rows takes 80 to 128 registers a thread; S of fewer rows reads more shared memory",
+    modifiers=("soft cap", *MASK_MODIFIERS),
+)
+_WIDE = "the sum of dq or dk takes 144 registers a thread; with a soft cap and all masks 32 spill"
+
+ROWS: tuple[Row, ...] = (
+    *(Row(dim, dim, _TILE) for dim in (320, 384, 448, 512)),
+    Row(576, 512, dataclasses.replace(_TILE, reason=_WIDE, modifiers=MASK_MODIFIERS)),
+    Row(576, 512, dataclasses.replace(_TILE, reason=_WIDE, modifiers=("soft cap", "segments"))),
+)
 
 
 class FmhaBwdLargeDimSm90(WgmmaBackward):
@@ -88,11 +90,10 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
     """Each of its entry points appends its own name."""
     owns_outputs = True
     own_problems = tuple((pair, {}) for pair in ((320, 320), (512, 512), (576, 512)))
-    dim_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
+    table: ClassVar[tuple[Row, ...]] = ROWS
 
     def padded_rows(self) -> Iterator[Row]:
-        for (head, value), tile in self.dim_tiles.items():
-            yield Row(head, value, tile)
+        yield from self.table
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
@@ -120,18 +121,19 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         return _Cluster(_Role(head, 1, 1), out, ctas, 1, has_statistics=True)
 
     def stages(self, spec: KernelSpec, owner: str) -> tuple[int, int]:
-        """The panels in the rings of the CTAs that compute S, and of the one that computes dP."""
+        """The panels in the rings of the CTAs that compute S, and of those that compute dP. Those
+        that own keys have one number for both.
+        """
         cluster = self.cluster(spec, owner)
         most = _tile(spec).stages
         available = gpu.SM90.shared_bytes(blocks=1) - _control_bytes(cluster, most)
-        found = tuple(
-            min(
-                (available - role.fixed_bytes) // _PANEL_BYTES,
-                most * role.columns // _PANEL_COLUMNS,
-            )
-            for role in (cluster.scores, cluster.out)
-        )
-        return found if owner == "queries" else (min(found), min(found))
+
+        def fitting(role: _Role) -> int:
+            panels = (available - role.fixed_bytes) // _PANEL_BYTES
+            return min(panels, most * role.columns // _PANEL_COLUMNS)
+
+        scores, out = fitting(cluster.scores), fitting(cluster.out)
+        return (scores, out) if owner == "queries" else (min(scores, out), min(scores, out))
 
     def cluster_bytes(self, spec: KernelSpec, owner: str) -> int:
         """Own tiles, messages and the ring of the larger role; the statistics of the rows in a
