@@ -16,6 +16,7 @@ from jax_memeff.codegen.kernels.fmha_bwd_sm90 import dbias_bytes_and_stages
 from jax_memeff.codegen.kernels.fmha_bwd_two_kernel_sm90 import FmhaBwdTwoKernelSm90
 from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm90 import FmhaFwdLargeDimSm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
+from jax_memeff.codegen.kernels.large_dim.fmha_bwd_large_dim_sm90 import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.launch import Grid
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.strategy import Strategy
@@ -315,7 +316,6 @@ def test_large_head_dims_on_hopper(dims, features, padded, cluster, monkeypatch)
     "features",
     [
         {"arch": "sm_90"},
-        {"direction": "backward"},
         {"dtype": "f32"},
         {"head_dim": 577},
         {"value_dim": 520},
@@ -325,9 +325,41 @@ def test_large_head_dims_on_hopper(dims, features, padded, cluster, monkeypatch)
     ],
     ids=str,
 )
-def test_other_large_head_dims_are_computed_in_column_chunks(features):
-    asked = problem(**{"head_dim": 320, "value_dim": 320, "arch": "sm_90a", **features})
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_other_large_head_dims_are_computed_in_column_chunks(direction, features):
+    dims = {"head_dim": 320, "value_dim": 320, "arch": "sm_90a"}
+    asked = problem(**{"direction": direction, **dims, **features})
     assert select.select(asked).kernel.stem.endswith("large_dim_sm80")
+
+
+@pytest.mark.parametrize(
+    ("dims", "features", "padded"),
+    [
+        ((264, 264), {}, (320, 320)),
+        ((320, 8), {"mask": "window", "soft_cap": True}, (320, 320)),
+        ((384, 328), {"varlen": True, "mask": "causal"}, (384, 384)),
+        ((512, 512), {"segments": True, "boolean": True}, (512, 512)),
+        ((64, 512), {"sinks": True, "broadcast_batch": True}, (512, 512)),
+        ((576, 512), {"mask": "causal", "positions": True, "soft_cap": True}, (576, 512)),
+    ],
+    ids=str,
+)
+def test_hopper_backward_of_large_head_dims_has_clusters(dims, features, padded):
+    """Three CTAs own 128 queries, and two own 64 keys. Rings of panels hold two blocks or more of
+    the CTAs that sum a gradient.
+    """
+    asked = problem("backward", head_dim=dims[0], value_dim=dims[1], arch="sm_90a", **features)
+    spec = select.select(asked)
+    assert (spec.padded_head_dim, spec.padded_value_dim) == padded
+    kernel = spec.kernel
+    assert isinstance(kernel, FmhaBwdLargeDimSm90)
+    _, dq, dkdv = spec.entry_points
+    assert (dq.grid, dq.cluster) == (Grid("3*B*N*T/128"), 3)
+    assert (dkdv.grid, dkdv.cluster) == (Grid("2*B*K*S/64"), 2)
+    scores, out = (dim // 64 for dim in padded)
+    assert 2 * scores <= kernel.stages(spec, "queries")[0] <= 3 * scores
+    assert out < kernel.stages(spec, "queries")[1]
+    assert 2 * max(scores, out) <= kernel.stages(spec, "keys")[0] <= 3 * min(scores, out)
 
 
 def test_hopper_source_takes_tensor_maps():

@@ -25,6 +25,7 @@ from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 
 from jax_memeff._call.operands import Operands
 from jax_memeff._cuda import lowering as cuda
+from jax_memeff.codegen.kernels.large_dim.fmha_bwd_large_dim_sm90 import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.spec import KernelSpec
 
 
@@ -40,9 +41,12 @@ class Run:
     gradients: bool = True
     unattended: bool = False
     """Whether tiles of keys and values to which no row attends are NaN."""
+    key_tiles: int = 1
+    """The tiles of keys of a cluster of a backward for large head dims."""
 
     def __str__(self) -> str:
-        return f"{self.arch}-{self.case}-seed{self.seed}"
+        tiles = f"-key_tiles{self.key_tiles}" if self.key_tiles > 1 else ""
+        return f"{self.arch}-{self.case}{tiles}-seed{self.seed}"
 
     def start(self) -> None:
         """Turns this process into the machine. Runs in the process of ``machine``."""
@@ -51,7 +55,14 @@ class Run:
     @contextlib.contextmanager
     def strategy(self) -> Iterator[None]:
         """Splits keys only if the run asks for it, because most cases are small enough to split."""
-        with contextlib.nullcontext() if self.splits else test_kernels.without_splits():
+        rows = tuple(
+            row._replace(tile=dataclasses.replace(row.tile, key_tiles=self.key_tiles))
+            for row in FmhaBwdLargeDimSm90.table
+        )
+        with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+            patch.setattr(FmhaBwdLargeDimSm90, "table", rows)
+            if not self.splits:
+                stack.enter_context(test_kernels.without_splits())
             yield
 
     def kernels(self) -> list[KernelSpec]:
@@ -263,8 +274,8 @@ FLOAT32 = [
 FLOAT32 += on_three_schedules(
     Case(B=1, T=330, S=200, N=2, K=1, H=128, dtype="float32"), arch="sm_90a"
 )
-# Head dims above 256: one and several row tiles, an even or odd number of KV blocks, and tiles without
-# rows or without keys.
+# Head dims above 256: one and several row tiles, an even or odd number of KV blocks, and tiles
+# without rows or without keys.
 LARGE = functools.partial(Case, B=1, H=512, K=1)
 SHARED_MASK = (*SHARED_KEYS, ("boolean", 2, 3))
 LARGE_DIMS = [
@@ -285,6 +296,29 @@ LARGE_DIMS = [
                 LARGE(B=6, T=70, S=90, N=1, H=320, boolean=("B1TS",), shared=SHARED_MASK),
                 LARGE(B=3, T=200, S=152, H=320, position=((160, 0, 48), (128, 16, 0)), **CAUSAL),
                 LARGE(T=130, S=500, H=320, N=1, bias="1NT1", scale=1.0, row_maxima=True),
+            )
+        )
+    ),
+]
+# Their backward: clusters whose last rows are beyond the tensors, without rows, without keys, or
+# with one block.
+LARGE_GRADIENTS = [
+    *on_three_schedules(LARGE(T=130, S=200, N=2, **CAUSAL), arch="sm_90a", key_tiles=2),
+    *(
+        Run(case, "sm_90a", seed, multiprocessors=1 + seed % 3, key_tiles=1 + seed % 2)
+        for seed, case in enumerate(
+            (
+                LARGE(T=64, S=64, N=1, H=320),
+                LARGE(T=300, S=150, N=4, K=2, H=320, dtype="float16", **BOTTOM_RIGHT),
+                LARGE(T=70, S=130, H=384, soft_cap=2.0, **WINDOW),
+                LARGE(T=65, S=200, N=2, H=576, Hv=512, **CAUSAL),
+                LARGE(T=140, S=90, N=1, H=576, Hv=512, soft_cap=2.0),
+                LARGE(T=70, S=90, H=440, Hv=264, N=1, scale=-0.1),
+                LARGE(B=3, T=130, S=150, H=320, lengths=EMPTY, segments=1, sinks=True),
+                LARGE(B=3, T=130, S=150, N=4, K=2, lengths=LENGTHS, packed=True, **CAUSAL),
+                LARGE(B=3, T=200, S=152, H=320, position=((160, 0, 48), (128, 16, 0)), **CAUSAL),
+                LARGE(B=6, T=70, S=90, N=1, H=320, boolean=("B1TS",), shared=SHARED_MASK),
+                LARGE(T=130, S=300, H=320, N=1, bias="1NT1"),
             )
         )
     ),
@@ -333,6 +367,7 @@ DETERMINISTIC = [
             "sm_90a",
             Case(B=1, T=300, S=1400, N=4, H=128, dtype="float16", boolean=("1NTS",), block=128),
         ),
+        ("sm_90a", LARGE(T=140, S=300, H=320, dtype="float16", **CAUSAL)),
         # More key heads than are interleaved.
         ("sm_90a", Case(B=9, T=70, S=200, dtype="float16")),
     )
@@ -386,6 +421,7 @@ RUNS = (
     + SHARES
     + FLOAT32
     + LARGE_DIMS
+    + LARGE_GRADIENTS
     + POSITIONS
     + drawn(int(os.environ.get("JAX_MEMEFF_EMULATED_CASES", "0")))
 )

@@ -127,6 +127,25 @@ CLUSTER_KERNEL(wait_for_the_other_block) {
   sync_cluster();
 }
 
+// Each thread stores a vector to the other block, after a barrier that expects `bytes` bytes of it.
+void store_to_the_other_block(int bytes, int offset) {
+  int const rank = 1 - cluster_rank();
+  uint32_t const number = threadIdx.x;
+  uint32_t const place = 16 + number * 16 + offset;
+  if (threadIdx.x == 0) init_barrier(barrier(), 128);
+  sync_cluster();
+  arrive_cluster_and_expect(barrier(), rank, bytes);
+  store_cluster_vector(cluster_address(shared() + place, rank), cluster_address(shared(), rank),
+                       {number, number, number, number});
+  wait_barrier(barrier(), 0);
+  if (load_shared(shared() + place) != number) emulator::fail("another number");
+  sync_cluster();
+}
+
+CLUSTER_KERNEL(expect_more_bytes_than_are_stored) { store_to_the_other_block(32, 0); }
+CLUSTER_KERNEL(store_between_vectors_of_a_block) { store_to_the_other_block(16, 8); }
+CLUSTER_KERNEL(no_mistake_in_a_store) { store_to_the_other_block(16, 0); }
+
 CLUSTER_KERNEL(no_mistake_in_a_cluster) {
   if (threadIdx.x == 0) init_barrier(barrier(), 128);
   sync_cluster();
@@ -156,6 +175,8 @@ MISTAKES = {
 MISTAKES_IN_CLUSTERS = {
     "arrive_at_a_block_that_has_ended": "an access to block 1, which has ended",
     "arrive_outside_of_the_cluster": "there is no block 2 in the cluster",
+    "expect_more_bytes_than_are_stored": "the kernel hangs; .* at the mbarrier at byte 0",
+    "store_between_vectors_of_a_block": "a store to another block at byte .* no multiple of 16",
     "wait_for_the_other_block": "(too many arrivals at|the kernel hangs; .* block 1 .* at) "
     "the mbarrier at byte 0",
 }
@@ -180,6 +201,7 @@ def test_a_mistake_in_a_cluster_ends_the_launch(name, machine):
 
 def test_blocks_of_a_cluster_run_together(machine):
     machine.submit(launch, "no_mistake_in_a_cluster", 6).result()
+    machine.submit(launch, "no_mistake_in_a_store", 6).result()
     with pytest.raises(RuntimeError, match="3 blocks do not form clusters of 2"):
         machine.submit(launch, "no_mistake_in_a_cluster", 3).result()
 

@@ -145,7 +145,7 @@ def _packed_cases() -> list[Case]:
 
 
 def _hopper_large_dim_cases() -> list[Case]:
-    """Clusters of CTAs that share keys and values: the padded head dims, and each feature."""
+    """Clusters of CTAs that share or divide the work: the padded head dims, and each feature."""
     found = []
     for H, Hv in ((320, 320), (384, 384), (448, 448), (512, 512), (576, 512), (264, 512), (576, 8)):
         of = functools.partial(Case, H=H, Hv=Hv)
@@ -153,6 +153,7 @@ def _hopper_large_dim_cases() -> list[Case]:
         found += [of(T=700, S=650, N=4, K=2, **mask) for mask in MASKS]
         found += [of(T=300, S=400, dtype="float16", N=8, K=1, row_maxima=True, **BOTTOM_RIGHT)]
         found += [of(T=300, S=400, sinks=True, lengths=((300, 20), (0, 390)), **CAUSAL)]
+        found += [of(T=300, S=400, N=4, K=2, soft_cap=2.0, segments=1, **CAUSAL)]
         lengths = ((200, 270), (0, 100), (77, 0), (1, 1), (130, 33))
         found += [of(B=5, T=200, S=270, lengths=lengths, packed=True, soft_cap=2.0, **WINDOW)]
     for features in ({"segments": 2}, {"boolean": ("BNTS",)}, {"bias": "BNT1"}):

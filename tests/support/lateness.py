@@ -15,12 +15,13 @@ from attention_case import Case
 from jax_memeff._call.operands import needs_grad_of
 from jax_memeff._cuda import lowering as cuda
 from jax_memeff.codegen import emit, gpu
-from jax_memeff.codegen.kernels.bases.families import PADDED_DIMS, WgmmaTile
+from jax_memeff.codegen.kernels.bases.families import WgmmaTile
 from jax_memeff.codegen.kernels.bases.persistent_sm90 import PersistentTile
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import FmhaBwdSm90
 from jax_memeff.codegen.kernels.fmha_fwd_f16x3_sm90 import FmhaFwdF16x3Sm90
 from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm90 import FmhaFwdLargeDimSm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90
+from jax_memeff.codegen.kernels.large_dim.fmha_bwd_large_dim_sm90 import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.kernels.tangent.fmha_tangent_sm90 import FmhaTangentSm90
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import PLAIN, Strategy, using
@@ -40,8 +41,8 @@ def set_stages(stages: int | None) -> Iterator[None]:
     """A context in which problems of any size use Hopper kernels: with this many stages, or with
     consumer groups if it is None.
 
-    A two-kernel backward keeps its stages, because no other number fits. The smallest number of a
-    forward for large head dims holds one KV block.
+    A two-kernel backward keeps its stages, because no other number fits. The smallest number for
+    large head dims holds one KV block in a forward, and two blocks in a backward.
     """
     if stages is None:
         with using(forward=Strategy(query_rows="consumer_groups")):
@@ -57,6 +58,11 @@ def set_stages(stages: int | None) -> Iterator[None]:
                 for (head, value), tile in FmhaFwdLargeDimSm90.tiles.items()
             }
             patch.setattr(FmhaFwdLargeDimSm90, "tiles", large)
+            small = tuple(
+                row._replace(tile=dataclasses.replace(row.tile, stages=2))
+                for row in FmhaBwdLargeDimSm90.table
+            )
+            patch.setattr(FmhaBwdLargeDimSm90, "table", small)
         rows = FmhaTangentSm90.tiles.items()
         patch.setattr(FmhaTangentSm90, "tiles", {dim: _fitting(row, stages) for dim, row in rows})
         rows = FmhaBwdSm90.tiles.items()
@@ -77,8 +83,10 @@ def _fitting(row: Sequence[PersistentTile], stages: int) -> list[PersistentTile]
 
 
 def has_backward(case: Case) -> bool:
-    """Whether a case has a Hopper backward."""
-    return case.dtype != "float32" and max(case.H, case.value_dim) <= PADDED_DIMS[-1]
+    """Whether a case without a bias has a Hopper backward."""
+    row = FmhaBwdLargeDimSm90.table[-1]
+    fits = row.padded_head_dim >= case.H and row.padded_value_dim >= case.value_dim
+    return case.dtype != "float32" and fits
 
 
 def kernels(case: Case) -> list[KernelSpec]:

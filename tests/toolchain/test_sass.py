@@ -93,6 +93,28 @@ def test_the_softmax_of_large_head_dims_runs_under_a_product(dims, asked, tmp_pa
     assert share_of_exponentials_under_a_product(spec, 0, tmp_path) > 2 / 3
 
 
+@pytest.mark.parametrize("dims", [(320, 320), (512, 512), (576, 512)])
+def test_the_exponentials_of_large_head_dims_run_under_the_sums_of_a_backward(dims, tmp_path):
+    """They follow the start of the sum of the block before, which nothing has waited for."""
+    spec = select.select(Problem("backward", "bf16", *dims, "sm_90a", needs_grad=SPEC_GRADIENTS))
+    assert spec.kernel.stem.endswith("fmha_bwd_large_dim_sm90")
+    ((_, compiled),) = together.compiled([spec], "sm_90a")
+    assert compiled.warnings == ()
+    assert max(resource.spill_store for resource in compiled.resources) == 0
+    code = sass.functions(compiled.image, tmp_path)
+    for suffix in ("dq", "dkdv"):
+        listing = code[f"{spec.name}_{suffix}"]
+        assert sass.overwritten_operands(listing) == []
+        marks = ("HGMMA", "WARPGROUP.DEPBAR", "MUFU.EX2")
+        found = [mark for line in listing for mark in marks if line.operation.startswith(mark)]
+        under = 0
+        is_running = False
+        for mark in found:
+            is_running = mark == "HGMMA" if mark != "MUFU.EX2" else is_running
+            under += is_running and mark == "MUFU.EX2"
+        assert under * WARPGROUP_THREADS / WARPGROUP_ROWS**2 > 2 / 3, suffix
+
+
 def share_of_exponentials_under_a_product(spec, spilled, directory):
     """The share of a consumer's exponentials of a KV block that lie between the wait for its scores
     and the wait for the product that they overlap.

@@ -152,8 +152,8 @@ void wait_cluster() {
             "the barrier of the cluster"});
 }
 
-void arrive_cluster_barrier(uint64_t& barrier, int rank) {
-  arrive_barrier(in_block(barrier, cluster_block(rank)), 0);
+void arrive_cluster_barrier(uint64_t& barrier, int rank, int expected_bytes) {
+  arrive_barrier(in_block(barrier, cluster_block(rank)), expected_bytes);
 }
 
 void thread_exits(Fiber& fiber) {

@@ -187,11 +187,30 @@ void load_box(void const* encoded, uint64_t& barrier, uint32_t shared, int const
 }
 
 void load_cluster_box(void const* encoded, uint64_t& barrier, uint32_t shared,
-                      int const (&start)[4], int blocks) {
-  for (int rank = 0; rank < blocks; ++rank) {
+                      int const (&start)[4], int first, int blocks) {
+  for (int rank = first; rank < first + blocks; ++rank) {
     Block& block = cluster_block(rank);
     load_box_into(block, read_map(encoded), in_block(barrier, block), shared, start);
   }
+}
+
+uint32_t cluster_address(uint32_t shared, int rank) {
+  cluster_block(rank);  // must exist
+  return uint32_t(byte_offset(shared) + long(kFirstSharedAddress)) | uint32_t(rank) << kRankBit;
+}
+
+void store_cluster(uint32_t target, uint32_t barrier, uint32_t const (&words)[4]) {
+  Block& block = cluster_block(int(target >> kRankBit));
+  if (target >> kRankBit != barrier >> kRankBit) fail("a store and its barrier in two blocks");
+  auto* const arrived =
+      reinterpret_cast<uint64_t*>(shared_range(block, barrier, 8, 8, "the barrier of a store"));
+  auto transfer = [=, to = &block, a = words[0], b = words[1], c = words[2], d = words[3]] {
+    uint32_t const vector[4] = {a, b, c, d};
+    std::memcpy(shared_range(*to, target, 16, 16, "a store to another block"), vector, 16);
+    mark_written(*to, target, 16, 0);
+    complete_bytes(*arrived, 16);
+  };
+  emulator::start(transfer, block);
 }
 
 void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes) {

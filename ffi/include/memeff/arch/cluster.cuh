@@ -24,24 +24,58 @@ CUTE_DEVICE void wait_cluster() {
   random_sleep();
 }
 
-// Arrives at the barrier of the same address in the CTA with this rank, which may be this one.
+// Arrives at the barrier of the same address in the CTA with this rank, which may be this one. It
+// orders earlier accesses of this thread for its own CTA only. Release semantics for the cluster
+// would be a fence of the whole GPU (MEMBAR.ALL.GPU), which waits for all of its accesses. None is
+// needed where the other CTA then overwrites what this thread has read, or where stores bring their
+// own bytes to the barrier.
 CUTE_DEVICE void arrive_cluster_barrier(uint64_t& barrier, int rank) {
   asm volatile(
       "{\n\t"
       ".reg .b32 remote;\n\t"
       "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n\t"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t"
       "}" ::"r"(shared_address(&barrier)),
       "r"(rank)
       : "memory");
 }
 
-// As load_box() into every CTA of a cluster of kCtas: the box and its bytes arrive at the same
-// addresses in each of them.
-template <int kCtas>
+// As above, and makes the phase there wait for `bytes` bytes, in addition to those that other
+// arrivals expect.
+CUTE_DEVICE void arrive_cluster_and_expect(uint64_t& barrier, int rank, int bytes) {
+  asm volatile(
+      "{\n\t"
+      ".reg .b32 remote;\n\t"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote], %2;\n\t"
+      "}" ::"r"(shared_address(&barrier)),
+      "r"(rank), "r"(bytes)
+      : "memory");
+}
+
+// The address of the CTA with this rank that corresponds to an address of this one.
+CUTE_DEVICE uint32_t cluster_address(uint32_t shared, int rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  return address;
+}
+
+// Starts the store of 16 bytes to another CTA. They arrive at a barrier there. Both addresses are
+// those of cluster_address().
+CUTE_DEVICE void store_cluster_vector(uint32_t target, uint32_t barrier, uint32_t const (&x)[4]) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(target),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier)
+      : "memory");
+}
+
+// As load_box() into kCtas CTAs of a cluster, from rank kFirst on: the box and its bytes arrive at
+// the same addresses in each of them.
+template <int kCtas, int kFirst = 0>
 CUTE_DEVICE void load_cluster_box(TensorMap const& map, uint64_t& barrier, uint32_t shared,
                                   int column, int row, int head, int batch, CacheHint hint) {
-  constexpr uint16_t kAll = (1 << kCtas) - 1;
+  constexpr uint16_t kAll = ((1 << kCtas) - 1) << kFirst;
   cute::SM90_TMA_LOAD_MULTICAST_4D::copy(&map, &barrier, kAll, static_cast<uint64_t>(hint),
                                          shared_pointer(shared), column, row, head, batch);
 }

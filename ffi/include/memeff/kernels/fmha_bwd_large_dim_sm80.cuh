@@ -15,7 +15,7 @@
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dbias/large_dim.cuh>
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
-#include <memeff/kernels/backward/large_dim_scores.cuh>
+#include <memeff/kernels/backward/large_dim/scores_sm80.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/schedule/q_blocks.cuh>
 

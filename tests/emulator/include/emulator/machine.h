@@ -40,7 +40,11 @@ int cluster_rank();
 void arrive_cluster();  // does not wait
 void wait_cluster();
 // Arrives at the barrier of the same address in another block of the cluster, or in this one.
-void arrive_cluster_barrier(uint64_t& barrier, int rank);
+void arrive_cluster_barrier(uint64_t& barrier, int rank, int expected_bytes = 0);
+// The same address in another block of the cluster, with its rank in the high bits.
+uint32_t cluster_address(uint32_t shared, int rank);
+// Starts the store of 16 bytes to another block. They arrive at a barrier there.
+void store_cluster(uint32_t target, uint32_t barrier, uint32_t const (&words)[4]);
 
 // Instructions that the lanes of a warp execute together.
 uint32_t shuffle(uint32_t value, int lane);
@@ -67,9 +71,9 @@ void wait_products(int pending);
 
 // TMA.
 void load_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4]);
-// The box arrives at the same addresses of all `blocks` blocks of the cluster.
+// The box arrives at the same addresses of `blocks` blocks of the cluster, from rank `first` on.
 void load_cluster_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4],
-                      int blocks);
+                      int first, int blocks);
 void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes);
 void store_box(void const* map, uint32_t shared, int const (&start)[4]);
 void reduce_add_tma(float* global, uint32_t shared, int bytes);

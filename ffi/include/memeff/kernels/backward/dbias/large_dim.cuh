@@ -4,7 +4,7 @@
 
 #include <cute/algorithm/clear.hpp>
 
-#include <memeff/kernels/backward/large_dim_scores.cuh>
+#include <memeff/kernels/backward/large_dim/scores_sm80.cuh>
 
 namespace memeff {
 

@@ -1,0 +1,1 @@
+"""Kernels of wgmma for head dims above 256."""

@@ -1,0 +1,199 @@
+"""The backward of wgmma for head dims above 256: one kernel owns the rows of dq, another those of
+dk and dv, and in both the CTAs of a cluster divide the products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, NamedTuple
+
+from jax_memeff.codegen import gpu, shared_memory
+from jax_memeff.codegen.features import SOFT_CAP
+from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.kernels.bases.families import (
+    MASK_MODIFIERS,
+    PADDED_DIMS,
+    WARPGROUP_ROWS,
+    WgmmaTile,
+    stage,
+)
+from jax_memeff.codegen.kernels.fmha_bwd_sm90 import WgmmaBackward
+from jax_memeff.codegen.launch import EntryPoint, Grid
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.spec import KernelSpec, Row
+from jax_memeff.codegen.strategy import Strategy
+
+_PANEL_COLUMNS = 64
+_PANEL_BYTES = WARPGROUP_ROWS * _PANEL_COLUMNS * 2 + shared_memory.PIPELINE_BYTES
+"""A panel in a ring, with its barriers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Role:
+    """A CTA of a cluster: the columns of its operands, its own tiles of 64 rows, and the tiles of P
+    or dS that arrive there.
+    """
+
+    columns: int
+    own_tiles: int
+    messages: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Without the ring of panels."""
+        columns = self.own_tiles * self.columns + self.messages * WARPGROUP_ROWS
+        return WARPGROUP_ROWS * columns * 2
+
+
+class _Cluster(NamedTuple):
+    """The CTAs that compute S, and those that compute dP. Each has ``links`` to others."""
+
+    scores: _Role
+    out: _Role
+    ctas: int
+    links: int
+    has_statistics: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile(WgmmaTile):
+    """A row of the table. A tile owns ``query`` queries in one kernel and ``key`` keys in the
+    other. A ring has panels of at most ``stages`` blocks; more do not help.
+    """
+
+    key_tiles: int = 1
+    """Tiles of keys of a cluster. Two share queries and dO by multicast."""
+
+
+_TILE = Tile(
+    2 * WARPGROUP_ROWS,
+    WARPGROUP_ROWS,
+    3,
+    "a sum of 64 rows takes 80 to 128 registers a thread; S of fewer rows reads more shared memory",
+    modifiers=("soft cap", *MASK_MODIFIERS),
+)
+_WIDE = "the sum of dq or dk takes 144 registers a thread; with a soft cap and all masks 32 spill"
+
+ROWS: tuple[Row, ...] = (
+    *(Row(dim, dim, _TILE) for dim in (320, 384, 448, 512)),
+    Row(576, 512, dataclasses.replace(_TILE, reason=_WIDE, modifiers=MASK_MODIFIERS)),
+    Row(576, 512, dataclasses.replace(_TILE, reason=_WIDE, modifiers=("soft cap", "segments"))),
+)
+
+
+class FmhaBwdLargeDimSm90(WgmmaBackward):
+    """The backward of wgmma for large head dims and 16-bit elements."""
+
+    stem = "backward/large_dim/fmha_bwd_large_dim_sm90"
+    class_name = "FmhaBackwardLargeDimSm90"
+    """Each of its entry points appends its own name."""
+    owns_outputs = True
+    own_problems = tuple((pair, {}) for pair in ((320, 320), (512, 512), (576, 512)))
+    table: ClassVar[tuple[Row, ...]] = ROWS
+
+    def padded_rows(self) -> Iterator[Row]:
+        yield from self.table
+
+    def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
+        reasons = super().reasons(spec, problem, strategy)
+        if max(problem.head_dim, problem.value_dim) <= PADDED_DIMS[-1]:
+            reasons.append(f"it is for head dims above {PADDED_DIMS[-1]}")
+        return reasons
+
+    def query_rows(self, spec: KernelSpec) -> int:
+        return WARPGROUP_ROWS
+
+    def widths(self, spec: KernelSpec) -> tuple[int, ...]:
+        """Sums are products of a panel's columns, or of half of them."""
+        return (_PANEL_COLUMNS, _PANEL_COLUMNS // 2)
+
+    def reads_block_mask(self, spec: KernelSpec) -> bool:
+        return False
+
+    def cluster(self, spec: KernelSpec, owner: str) -> _Cluster:
+        """The clusters of the kernel that owns queries, or of that which owns keys."""
+        head, value = spec.padded_head_dim, spec.padded_value_dim
+        if owner == "queries":
+            return _Cluster(_Role(head, 1, 1), _Role(value, 2, 2), 3, 2, has_statistics=False)
+        out = _Role(value, 1, 2 if spec[SOFT_CAP] else 1)
+        ctas = 2 * _tile(spec).key_tiles
+        return _Cluster(_Role(head, 1, 1), out, ctas, 1, has_statistics=True)
+
+    def stages(self, spec: KernelSpec, owner: str) -> tuple[int, int]:
+        """The panels in the rings of the CTAs that compute S, and of those that compute dP. Those
+        that own keys have one number for both.
+        """
+        cluster = self.cluster(spec, owner)
+        most = _tile(spec).stages
+        available = gpu.SM90.shared_bytes(blocks=1) - _control_bytes(cluster, most)
+
+        def fitting(role: _Role) -> int:
+            panels = (available - role.fixed_bytes) // _PANEL_BYTES
+            return min(panels, most * role.columns // _PANEL_COLUMNS)
+
+        scores, out = fitting(cluster.scores), fitting(cluster.out)
+        return (scores, out) if owner == "queries" else (min(scores, out), min(scores, out))
+
+    def cluster_bytes(self, spec: KernelSpec, owner: str) -> int:
+        """Own tiles, messages and the ring of the larger role; the statistics of the rows in a
+        ring; and barriers: two for each panel, one for the own rows, and two for each link.
+        """
+        cluster = self.cluster(spec, owner)
+        stages = self.stages(spec, owner)
+        roles = (cluster.scores, cluster.out)
+        tiles = max(
+            role.fixed_bytes + count * (_PANEL_BYTES - shared_memory.PIPELINE_BYTES)
+            for role, count in zip(roles, stages, strict=True)
+        )
+        control = _control_bytes(cluster, _tile(spec).stages)
+        return tiles + control + max(stages) * shared_memory.PIPELINE_BYTES
+
+    def shared_bytes(self, spec: KernelSpec) -> int:
+        return max(self.cluster_bytes(spec, owner) for owner in ("queries", "keys"))
+
+    def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
+        def own(suffix: str, owner: str, tiles: str) -> EntryPoint:
+            ctas = self.cluster(spec, owner).ctas
+            entry = stage(
+                spec,
+                suffix,
+                f"{self.class_name}{suffix.capitalize()}<Config>",
+                spec.threads,
+                self.cluster_bytes(spec, owner),
+                Grid(f"{ctas}*{tiles}"),
+                takes_maps=True,
+            )
+            return entry._replace(cluster=ctas)
+
+        preprocess = f"{self.class_name}Preprocess<Config>"
+        entries = [stage(spec, "preprocess", preprocess, spec.computing_threads)]
+        if "query" in spec.gradients:
+            entries.append(own("dq", "queries", f"B*N*T/{spec.tile.query}"))
+        if {"key", "value"} & set(spec.gradients):
+            rows = spec.tile.key * _tile(spec).key_tiles
+            entries.append(own("dkdv", "keys", f"B*K*S/{rows}"))
+        return tuple(entries)
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        query, query_out = self.stages(spec, "queries")
+        key, _ = self.stages(spec, "keys")
+        return {
+            **super().constants(spec),
+            "kQueryStages": query,
+            "kQueryOutStages": query_out,
+            "kKeyStages": key,
+            "kKeyTiles": _tile(spec).key_tiles,
+        }
+
+
+def _control_bytes(cluster: _Cluster, blocks: int) -> int:
+    """Everything besides tiles and the barriers of the ring, with statistics of some blocks."""
+    statistics = blocks * WARPGROUP_ROWS * shared_memory.STATISTICS_BYTES
+    barriers = 1 + 2 * cluster.links
+    return statistics * cluster.has_statistics + barriers * shared_memory.BARRIER_BYTES
+
+
+def _tile(spec: KernelSpec) -> Tile:
+    assert isinstance(spec.tile, Tile)
+    return spec.tile

@@ -1,0 +1,96 @@
+// Attention backward for Hopper with head dims above 256, in two kernels that own what they write:
+//
+//   FmhaBackwardLargeDimSm90Dq    clusters of three CTAs own 128 queries
+//   FmhaBackwardLargeDimSm90Dkdv  clusters of two CTAs own 64 keys, or of four 128
+//
+// The sum of 64 rows and 512 columns takes all registers of an SM, and so do 64 rows of an operand
+// and its buffers most of shared memory. So each CTA has one pair of operands, the queries and keys
+// or dO and values, and computes one product of scores. CTAs exchange tiles of P and dS through
+// distributed shared memory, and compute nothing twice inside a kernel:
+//
+//   owned     | CTA 0                     | CTA 1                       | CTA 2
+//   keys      | S^T = K Q^T, dK += dS^T Q | dP^T = V dO^T, dV += P^T dO |
+//   queries   | S = Q K^T, dQ += dS K     | the same for 64 more rows   | dP = dO V^T for 128 rows
+//
+// CTAs of a cluster that stream the same rows share them by multicast. Two consumers of a CTA
+// divide the columns of its sum, and compute the scores of blocks in turn, as in the forward
+// (kernels/fmha_fwd_large_dim_sm90.cuh).
+#pragma once
+
+#include <memeff/kernels/backward/large_dim/out_role.cuh>
+#include <memeff/kernels/backward/large_dim/producer.cuh>
+#include <memeff/kernels/backward/large_dim/score_role.cuh>
+#include <memeff/kernels/backward/large_dim/summing_consumer.cuh>
+#include <memeff/kernels/backward/preprocess.cuh>
+
+namespace memeff {
+
+// Computes the statistics of the rows; there are no sums to zero.
+template <class Config>
+struct FmhaBackwardLargeDimSm90Preprocess
+    : FmhaBackwardPreprocess<WithoutQueryGradient<Config>, BackwardTilesTwoKernel<Config>> {};
+
+// The common part of both kernels.
+template <class Config, Owned kOwned>
+struct LargeDimBackwardKernel : LargeDimCluster<Config, kOwned> {
+  using Base = LargeDimCluster<Config, kOwned>;
+  using Base::kConsumerRegisters;
+  using Base::kConsumers;
+  using Base::kControlOffset;
+  using Base::kOutRank;
+  using Base::kOwnsKeys;
+  using Base::kProducerRegisters;
+  using typename Base::OutTiles;
+  using typename Base::ScoreTiles;
+  using typename Base::Work;
+
+  CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
+    int const rank = cluster_rank();
+    if (rank >= kOutRank) {
+      run<OutTiles>(params, maps, rank);
+    } else {
+      run<ScoreTiles>(params, maps, rank);
+    }
+  }
+
+ private:
+  template <class Role>
+  CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps, int rank) {
+    using Control = typename Base::template Control<Role::kStages>;
+    char* const shared = dynamic_shared();
+    Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
+    uint32_t const tiles = shared_address(shared);
+    if (threadIdx.x == kConsumers) Base::template init<Role>(control, rank);
+    // Makes the barriers of each CTA visible to the threads of all of them.
+    arrive_cluster();
+    wait_cluster();
+    Work const work(params, rank);
+    if (threadIdx.x >= kConsumers) {
+      lower_registers<kProducerRegisters>();
+      if (threadIdx.x == kConsumers) {
+        LargeDimBackwardProducer<Config, kOwned>::template run<Role>(params, maps, work, control,
+                                                                     tiles, rank);
+      }
+      return;
+    }
+    raise_registers<kConsumerRegisters>();
+    if constexpr (!Role::kIsOut) {
+      LargeDimSummingConsumer<Config, kOwned, LargeDimScoreRole>::run(params, maps, work, control,
+                                                                      tiles, rank);
+    } else if constexpr (kOwnsKeys) {
+      LargeDimSummingConsumer<Config, kOwned, LargeDimOutRole>::run(params, maps, work, control,
+                                                                    tiles, rank);
+    } else {
+      LargeDimOutConsumer<Config>::run(params, work, control, tiles);
+    }
+  }
+};
+
+// The entry points that the generated source instantiates.
+template <class Config>
+struct FmhaBackwardLargeDimSm90Dq : LargeDimBackwardKernel<Config, Owned::queries> {};
+
+template <class Config>
+struct FmhaBackwardLargeDimSm90Dkdv : LargeDimBackwardKernel<Config, Owned::keys> {};
+
+}  // namespace memeff
