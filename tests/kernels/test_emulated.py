@@ -25,7 +25,6 @@ from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 
 from jax_memeff._call.operands import Operands
 from jax_memeff._cuda import lowering as cuda
-from jax_memeff.codegen.kernels.large_dim.fmha_bwd_large_dim_sm90 import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.spec import KernelSpec
 
 
@@ -41,12 +40,9 @@ class Run:
     gradients: bool = True
     unattended: bool = False
     """Whether tiles of keys and values to which no row attends are NaN."""
-    key_tiles: int = 1
-    """The tiles of keys of a cluster of a backward for large head dims."""
 
     def __str__(self) -> str:
-        tiles = f"-key_tiles{self.key_tiles}" if self.key_tiles > 1 else ""
-        return f"{self.arch}-{self.case}{tiles}-seed{self.seed}"
+        return f"{self.arch}-{self.case}-seed{self.seed}"
 
     def start(self) -> None:
         """Turns this process into the machine. Runs in the process of ``machine``."""
@@ -55,14 +51,7 @@ class Run:
     @contextlib.contextmanager
     def strategy(self) -> Iterator[None]:
         """Splits keys only if the run asks for it, because most cases are small enough to split."""
-        rows = tuple(
-            row._replace(tile=dataclasses.replace(row.tile, key_tiles=self.key_tiles))
-            for row in FmhaBwdLargeDimSm90.table
-        )
-        with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-            patch.setattr(FmhaBwdLargeDimSm90, "table", rows)
-            if not self.splits:
-                stack.enter_context(test_kernels.without_splits())
+        with contextlib.nullcontext() if self.splits else test_kernels.without_splits():
             yield
 
     def kernels(self) -> list[KernelSpec]:
@@ -303,9 +292,9 @@ LARGE_DIMS = [
 # Their backward: clusters whose last rows are beyond the tensors, without rows, without keys, or
 # with one block.
 LARGE_GRADIENTS = [
-    *on_three_schedules(LARGE(T=130, S=200, N=2, **CAUSAL), arch="sm_90a", key_tiles=2),
+    *on_three_schedules(LARGE(T=130, S=200, N=2, **CAUSAL), arch="sm_90a"),
     *(
-        Run(case, "sm_90a", seed, multiprocessors=1 + seed % 3, key_tiles=1 + seed % 2)
+        Run(case, "sm_90a", seed, multiprocessors=1 + seed % 3)
         for seed, case in enumerate(
             (
                 LARGE(T=64, S=64, N=1, H=320),

@@ -17,6 +17,7 @@ from jax_memeff.codegen.kernels.bases.families import (
     WARPGROUP_ROWS,
     WgmmaTile,
     stage,
+    wgmma_tile,
 )
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import WgmmaBackward
 from jax_memeff.codegen.launch import EntryPoint, Grid
@@ -47,26 +48,15 @@ class _Role:
 
 
 class _Cluster(NamedTuple):
-    """The CTAs that compute S, and those that compute dP. Each has ``links`` to others."""
+    """The CTAs that compute S, and the one that computes dP."""
 
     scores: _Role
     out: _Role
     ctas: int
-    links: int
     has_statistics: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Tile(WgmmaTile):
-    """A row of the table. A tile owns ``query`` queries in one kernel and ``key`` keys in the
-    other. A ring has panels of at most ``stages`` blocks; more do not help.
-    """
-
-    key_tiles: int = 1
-    """Tiles of keys of a cluster. Two share queries and dO by multicast."""
-
-
-_TILE = Tile(
+_TILE = WgmmaTile(
     2 * WARPGROUP_ROWS,
     WARPGROUP_ROWS,
     3,
@@ -80,6 +70,9 @@ ROWS: tuple[Row, ...] = (
     Row(576, 512, dataclasses.replace(_TILE, reason=_WIDE, modifiers=MASK_MODIFIERS)),
     Row(576, 512, dataclasses.replace(_TILE, reason=_WIDE, modifiers=("soft cap", "segments"))),
 )
+"""A tile owns ``query`` queries in one kernel and ``key`` keys in the other. A ring has panels of
+at most ``stages`` blocks; more do not help.
+"""
 
 
 class FmhaBwdLargeDimSm90(WgmmaBackward):
@@ -115,17 +108,17 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         """The clusters of the kernel that owns queries, or of that which owns keys."""
         head, value = spec.padded_head_dim, spec.padded_value_dim
         if owner == "queries":
-            return _Cluster(_Role(head, 1, 1), _Role(value, 2, 2), 3, 2, has_statistics=False)
-        out = _Role(value, 1, 2 if spec[SOFT_CAP] else 1)
-        ctas = 2 * _tile(spec).key_tiles
-        return _Cluster(_Role(head, 1, 1), out, ctas, 1, has_statistics=True)
+            return _Cluster(_Role(head, 1, 1), _Role(value, 2, 2), 3, has_statistics=False)
+        probabilities = 2 if spec[SOFT_CAP] else 1
+        out = _Role(value, 1, probabilities)
+        return _Cluster(_Role(head, 1, 1), out, 2, has_statistics=True)
 
     def stages(self, spec: KernelSpec, owner: str) -> tuple[int, int]:
         """The panels in the rings of the CTAs that compute S, and of those that compute dP. Those
         that own keys have one number for both.
         """
         cluster = self.cluster(spec, owner)
-        most = _tile(spec).stages
+        most = wgmma_tile(spec).stages
         available = gpu.SM90.shared_bytes(blocks=1) - _control_bytes(cluster, most)
 
         def fitting(role: _Role) -> int:
@@ -146,7 +139,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
             role.fixed_bytes + count * (_PANEL_BYTES - shared_memory.PIPELINE_BYTES)
             for role, count in zip(roles, stages, strict=True)
         )
-        control = _control_bytes(cluster, _tile(spec).stages)
+        control = _control_bytes(cluster, wgmma_tile(spec).stages)
         return tiles + control + max(stages) * shared_memory.PIPELINE_BYTES
 
     def shared_bytes(self, spec: KernelSpec) -> int:
@@ -171,8 +164,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         if "query" in spec.gradients:
             entries.append(own("dq", "queries", f"B*N*T/{spec.tile.query}"))
         if {"key", "value"} & set(spec.gradients):
-            rows = spec.tile.key * _tile(spec).key_tiles
-            entries.append(own("dkdv", "keys", f"B*K*S/{rows}"))
+            entries.append(own("dkdv", "keys", f"B*K*S/{spec.tile.key}"))
         return tuple(entries)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
@@ -183,17 +175,11 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
             "kQueryStages": query,
             "kQueryOutStages": query_out,
             "kKeyStages": key,
-            "kKeyTiles": _tile(spec).key_tiles,
         }
 
 
 def _control_bytes(cluster: _Cluster, blocks: int) -> int:
     """Everything besides tiles and the barriers of the ring, with statistics of some blocks."""
     statistics = blocks * WARPGROUP_ROWS * shared_memory.STATISTICS_BYTES
-    barriers = 1 + 2 * cluster.links
+    barriers = 1 + 2 * (cluster.ctas - 1)
     return statistics * cluster.has_statistics + barriers * shared_memory.BARRIER_BYTES
-
-
-def _tile(spec: KernelSpec) -> Tile:
-    assert isinstance(spec.tile, Tile)
-    return spec.tile

@@ -71,9 +71,9 @@ void wait_products(int pending);
 
 // TMA.
 void load_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4]);
-// The box arrives at the same addresses of `blocks` blocks of the cluster, from rank `first` on.
+// The box arrives at the same addresses of all `blocks` blocks of the cluster.
 void load_cluster_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4],
-                      int first, int blocks);
+                      int blocks);
 void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes);
 void store_box(void const* map, uint32_t shared, int const (&start)[4]);
 void reduce_add_tma(float* global, uint32_t shared, int bytes);

@@ -26,10 +26,10 @@ CUTE_DEVICE void store_cluster_vector(uint32_t target, uint32_t barrier, uint32_
   emulator::store_cluster(target, barrier, x);
 }
 
-template <int kCtas, int kFirst = 0>
+template <int kCtas>
 CUTE_DEVICE void load_cluster_box(TensorMap const& map, uint64_t& barrier, uint32_t shared,
                                   int column, int row, int head, int batch, CacheHint) {
-  emulator::load_cluster_box(&map, barrier, shared, {column, row, head, batch}, kFirst, kCtas);
+  emulator::load_cluster_box(&map, barrier, shared, {column, row, head, batch}, kCtas);
 }
 
 }  // namespace memeff

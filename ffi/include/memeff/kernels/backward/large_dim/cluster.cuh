@@ -21,8 +21,7 @@ namespace memeff {
 // The rows whose gradients a cluster owns.
 enum class Owned { queries, keys };
 
-// The base of all roles. The first CTAs of a cluster compute S, and the others dP: one for all of
-// them, or one for each.
+// The base of all roles. The first CTAs of a cluster compute S, the last one computes dP.
 template <class Config, Owned kOwned>
 struct LargeDimCluster {
   using Element = typename Config::Element;
@@ -30,11 +29,9 @@ struct LargeDimCluster {
   static constexpr bool kOwnsKeys = kOwned == Owned::keys;
   static constexpr int kRows = kWarpgroupRows;  // of a tile of scores, and as many columns
   static_assert(Tiles::kTileKey == kRows && Tiles::kTileQuery == 2 * kRows);
-  static constexpr int kScoreCtas = kOwnsKeys ? Config::kKeyTiles : 2;  // of 64 rows each
-  static constexpr int kOutRank = kScoreCtas;                           // of the first one
-  static constexpr int kOutCtas = kOwnsKeys ? kScoreCtas : 1;
-  static constexpr int kCtas = kScoreCtas + kOutCtas;
-  static constexpr int kLinks = kScoreCtas / kOutCtas;  // of a CTA of dP
+  static constexpr int kScoreCtas = kOwnsKeys ? 1 : 2;  // of 64 rows each
+  static constexpr int kOutRank = kScoreCtas;
+  static constexpr int kCtas = kScoreCtas + 1;
 
   static constexpr int kWarpgroups = Tiles::kWarpgroups;     // consumers
   static constexpr int kWarps = kWarpgroupSize / kWarpSize;  // of a consumer
@@ -67,11 +64,9 @@ struct LargeDimCluster {
     using OwnTile = SharedTile<kRows, kColumns>;
     static constexpr int kPanels = kColumns / Panel::kColumns;
     static constexpr int kStages = kStages_;
-    // CTAs of the same role have the same panels. Each of two copies every second one to both, and
-    // a buffer is empty when the consumers of both have released it.
-    static constexpr int kSharers = kIsOut ? kOutCtas : kScoreCtas;
-    static constexpr int kFirstSharer = kIsOut ? kOutRank : 0;
-    static_assert(kSharers <= 2);
+    // The first CTAs of a cluster that owns queries have the same panels of keys. Each copies every
+    // second one to both, and a buffer is empty when the consumers of both have released it.
+    static constexpr int kSharers = kIsOut ? 1 : kScoreCtas;
     static_assert(OwnTile::kPanelBytes == Panel::kBytes && OwnTile::kPanels == kPanels);
     static_assert(kStages <= kMostBlocks * kPanels);
     static constexpr int kOwnOffset = kMessageBytes;
@@ -87,15 +82,15 @@ struct LargeDimCluster {
   static constexpr int kOutStages = kOwnsKeys ? Config::kKeyStages : Config::kQueryOutStages;
   using ScoreTiles = RoleTiles<false, Config::kHeadDim, 1, kTileBytes, kScoreStages>;
   using OutTiles =
-      RoleTiles<true, Config::kValueDim, kLinks, kLinks * kProbabilityBytes, kOutStages>;
+      RoleTiles<true, Config::kValueDim, kScoreCtas, kScoreCtas * kProbabilityBytes, kOutStages>;
   static constexpr int kMostStages = cute::max(kScoreStages, kOutStages);
 
-  // The barriers that have the same addresses in all roles. Index `link` is the number of the CTA
-  // of S among those that one CTA of dP serves.
+  // The barriers that have the same addresses in all roles. Index `link` is the rank of the CTA
+  // that computes S.
   struct Links {
-    uint64_t own;                // the CTA's own rows
-    uint64_t received[kLinks];   // a message has arrived here
-    uint64_t delivered[kLinks];  // the receiver has read the message from here
+    uint64_t own;                    // the CTA's own rows
+    uint64_t received[kScoreCtas];   // a message has arrived here
+    uint64_t delivered[kScoreCtas];  // the receiver has read the message from here
   };
   static constexpr int kStatisticsOffset = cute::max(ScoreTiles::kBytes, OutTiles::kBytes);
   static constexpr int kControlOffset =
@@ -116,32 +111,31 @@ struct LargeDimCluster {
     return tiles + kStatisticsOffset + block % kMostBlocks * kStatisticsBytes;
   }
 
-  // The work of a CTA: blocks of 64 rows that attend to keys of its cluster, of every head of the
-  // group, or blocks of keys to which rows of its cluster attend.
+  // The work of a cluster: blocks of 64 rows that attend to its keys, of every head of the group,
+  // or blocks of keys to which its rows attend.
   struct Work {
-    static constexpr int kClusterRows = kScoreCtas * kRows;
-
     WorkItem item;
-    int tiles;       // work tiles of a head
-    int own_row;     // the first of this CTA
+    int own_row;     // the first
     int tile;        // of the first block
     int head_tiles;  // of one head
     int count;
     int query_length;
     int key_length;
 
-    CUTE_DEVICE Work(BackwardParams const& params, int rank) {
+    CUTE_DEVICE explicit Work(BackwardParams const& params) {
       ProblemShape const& shape = params.shape;
-      constexpr Heaviest kHeaviest = kOwnsKeys ? Heaviest::first : Heaviest::last;
-      tiles = kOwnsKeys ? ceil_div(shape.key_length, kClusterRows) : params.query_tiles;
-      item = work_item<Config, kHeaviest>(shape, params.bias, blockIdx.x / kCtas, tiles,
-                                          kOwnsKeys ? shape.key_heads : shape.query_heads);
+      unsigned const cluster = blockIdx.x / kCtas;
+      if constexpr (kOwnsKeys) {
+        item = work_item<Config, Heaviest::first>(
+            shape, params.bias, cluster, ceil_div(shape.key_length, kRows), shape.key_heads);
+      } else {
+        item = work_item<Config, Heaviest::last>(shape, params.bias, cluster, params.query_tiles,
+                                                 shape.query_heads);
+      }
       Mask const mask(params.mask, shape, item.batch);
-      int const first = item.tile * kClusterRows;
-      int const own_tile = rank < kOutRank ? rank : rank - kOutRank;
-      own_row = first + own_tile * kRows;
-      TileRange const range = kOwnsKeys ? mask.query_tiles(first, kClusterRows, kRows)
-                                        : mask.key_tiles(first, kClusterRows, kRows);
+      own_row = item.tile * (kOwnsKeys ? kRows : Tiles::kTileQuery);
+      TileRange const range = kOwnsKeys ? mask.query_tiles(own_row, kRows, kRows)
+                                        : mask.key_tiles(own_row, Tiles::kTileQuery, kRows);
       tile = range.begin;
       head_tiles = max(range.end - range.begin, 0);
       count = head_tiles * (kOwnsKeys ? shape.group : 1);
@@ -149,10 +143,10 @@ struct LargeDimCluster {
       key_length = mask.key_length;
     }
 
-    // The tile of scores of a block and of this CTA's first rows.
-    CUTE_DEVICE ScoreTilePosition position(ProblemShape const& shape, int block) const {
+    // The tile of scores of a block and of this CTA's rows, which begin `own` rows after the first.
+    CUTE_DEVICE ScoreTilePosition position(ProblemShape const& shape, int block, int own) const {
       if constexpr (!kOwnsKeys) {
-        return {item.batch, item.head, own_row, (tile + block) * kRows};
+        return {item.batch, item.head, own_row + own, (tile + block) * kRows};
       }
       int const head_index = shape.group == 1 ? 0 : block / head_tiles;
       int const row = (tile + block - head_index * head_tiles) * kRows;
@@ -174,10 +168,10 @@ struct LargeDimCluster {
   CUTE_DEVICE static void init(Control<Role::kStages>& control, int rank) {
     control.panels.init(kWarps * kWarpgroups * Role::kSharers);
     init_barrier(control.own, 1);
-    // Both consumers read a message, except in a CTA of dP with two links.
+    // Both consumers read a message, except the one of two links in the last CTA.
     int const readers = kOwnsKeys || rank == kOutRank ? kWarpgroups : 1;
     CUTE_UNROLL
-    for (int link = 0; link < kLinks; ++link) {
+    for (int link = 0; link < kScoreCtas; ++link) {
       init_barrier(control.received[link], kWarps);
       init_barrier(control.delivered[link], kWarps * readers);
     }
@@ -196,7 +190,7 @@ struct LargeDimCluster {
       if constexpr (Role::kSharers == 1) {
         arrive_barrier(empty);
       } else {
-        arrive_cluster_barrier(empty, Role::kFirstSharer + lane / kPanels);
+        arrive_cluster_barrier(empty, lane / kPanels);
       }
     }
     random_sleep();

@@ -1,7 +1,7 @@
 // Attention backward for Hopper with head dims above 256, in two kernels that own what they write:
 //
 //   FmhaBackwardLargeDimSm90Dq    clusters of three CTAs own 128 queries
-//   FmhaBackwardLargeDimSm90Dkdv  clusters of two CTAs own 64 keys, or of four 128
+//   FmhaBackwardLargeDimSm90Dkdv  clusters of two CTAs own 64 keys
 //
 // The sum of 64 rows and 512 columns takes all registers of an SM, and so do 64 rows of an operand
 // and its buffers most of shared memory. So each CTA has one pair of operands, the queries and keys
@@ -12,9 +12,8 @@
 //   keys      | S^T = K Q^T, dK += dS^T Q | dP^T = V dO^T, dV += P^T dO |
 //   queries   | S = Q K^T, dQ += dS K     | the same for 64 more rows   | dP = dO V^T for 128 rows
 //
-// CTAs of a cluster that stream the same rows share them by multicast. Two consumers of a CTA
-// divide the columns of its sum, and compute the scores of blocks in turn, as in the forward
-// (kernels/fmha_fwd_large_dim_sm90.cuh).
+// Two consumers of a CTA divide the columns of its sum, and compute the scores of blocks in turn,
+// as in the forward (kernels/fmha_fwd_large_dim_sm90.cuh).
 #pragma once
 
 #include <memeff/kernels/backward/large_dim/out_role.cuh>
@@ -46,7 +45,7 @@ struct LargeDimBackwardKernel : LargeDimCluster<Config, kOwned> {
 
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
     int const rank = cluster_rank();
-    if (rank >= kOutRank) {
+    if (rank == kOutRank) {
       run<OutTiles>(params, maps, rank);
     } else {
       run<ScoreTiles>(params, maps, rank);
@@ -64,7 +63,7 @@ struct LargeDimBackwardKernel : LargeDimCluster<Config, kOwned> {
     // Makes the barriers of each CTA visible to the threads of all of them.
     arrive_cluster();
     wait_cluster();
-    Work const work(params, rank);
+    Work const work(params);
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       if (threadIdx.x == kConsumers) {

@@ -13,7 +13,6 @@ namespace memeff {
 template <class Config, Owned kOwned>
 struct LargeDimOutRole : LargeDimCluster<Config, kOwned> {
   using Base = LargeDimCluster<Config, kOwned>;
-  using Base::kOutRank;
   using Base::kOwnsKeys;
   using Base::kProbabilityTiles;
   using Base::kRows;
@@ -37,11 +36,11 @@ struct LargeDimOutRole : LargeDimCluster<Config, kOwned> {
                               uint32_t tiles, int rank)
       : params(params), work(work), links(links), tiles(tiles), rank(rank) {}
 
-  CUTE_DEVICE int link() const { return 0; }
-  CUTE_DEVICE int peer() const { return rank - kOutRank; }
+  CUTE_DEVICE static int link(int) { return 0; }
+  CUTE_DEVICE static int peer(int) { return 0; }
 
   CUTE_DEVICE int valid_rows(int block) const {
-    return Base::valid_rows(params.shape, work, work.position(params.shape, block));
+    return Base::valid_rows(params.shape, work, work.position(params.shape, block, 0));
   }
 
   // Computes dS^T from P^T and dP^T and sends it.
@@ -69,7 +68,7 @@ struct LargeDimOutRole : LargeDimCluster<Config, kOwned> {
       }
     }
     Base::acquire_message(links, 0, block & 1);
-    Base::send_message(links, tiles, 0, peer(), 0, message);
+    Base::send_message(links, tiles, 0, 0, 0, message);
   }
 
   CUTE_DEVICE float sum_scale() const { return probability_scale<Config>(params); }
@@ -95,6 +94,7 @@ struct LargeDimOutRole : LargeDimCluster<Config, kOwned> {
 template <class Config>
 struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
   using Base = LargeDimCluster<Config, Owned::queries>;
+  using Base::kOutRank;
   using Base::kProbabilityBytes;
   using Base::kRows;
   using Base::kTurnBarrier;
@@ -128,7 +128,7 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
       for (int block = 0; block < work.count; ++block) {
         Base::template clear_beyond<OutTiles>(
             control, tiles, warpgroup, stage,
-            Base::valid_rows(params.shape, work, work.position(params.shape, block)));
+            Base::valid_rows(params.shape, work, work.position(params.shape, block, 0)));
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
         multiply(control, tiles, warpgroup, rows, stage, score_gradient);
         exchange(params, control, tiles, warpgroup, block, statistics, score_gradient);

@@ -44,26 +44,26 @@ struct LargeDimBackwardProducer : LargeDimCluster<Config, kOwned> {
     arrive_and_expect(control.own, Role::kOwnBytes);
     CUTE_NO_UNROLL
     for (int i = 0; i < Role::kOwnBytes / Panel::kBytes; ++i) {
+      int const row = work.own_row + (Role::kIsOut ? i / Role::kPanels : rank) * kRows;
       load_box(own.map, control.own, tiles + Role::kOwnOffset + i * Panel::kBytes,
-               i % Role::kPanels * Panel::kColumns,
-               own.row + work.own_row + i / Role::kPanels * kRows, item.head, own.batch,
+               i % Role::kPanels * Panel::kColumns, own.row + row, item.head, own.batch,
                CacheHint::EVICT_FIRST);
     }
     PipelineStage<Role::kStages> stage;
     int turn = 0;
     CUTE_NO_UNROLL
     for (int block = 0; block < work.count; ++block) {
-      ScoreTilePosition const at = work.position(shape, block);
+      ScoreTilePosition const at = work.position(shape, block, 0);
       int const row = others.row + (kOwnsKeys ? at.row : at.column);
       CUTE_NO_UNROLL
       for (int panel = 0; panel < Role::kPanels; ++panel) {
         bool const has_statistics = kOwnsKeys && panel == 0;
         uint64_t& arrived =
             control.panels.acquire(stage, Panel::kBytes + (has_statistics ? kStatisticsBytes : 0));
-        if (Role::kSharers == 1 || Role::kFirstSharer + turn == rank) {
-          load_panel<Role>(others.map, arrived, Role::panel(tiles, stage.index),
-                           panel * Panel::kColumns, row, kOwnsKeys ? at.head : key_head,
-                           others.batch);
+        if (turn == rank || Role::kSharers == 1) {
+          load_panel<Role::kSharers>(others.map, arrived, Role::panel(tiles, stage.index),
+                                     panel * Panel::kColumns, row, kOwnsKeys ? at.head : key_head,
+                                     others.batch);
         }
         if (has_statistics) {
           load_tma(Tiles::statistics(params, at.batch, at.head, at.row), arrived,
@@ -76,15 +76,16 @@ struct LargeDimBackwardProducer : LargeDimCluster<Config, kOwned> {
   }
 
  private:
-  // Copies a panel to all CTAs that share it.
-  template <class Role>
+  // Copies a panel to the first kSharers CTAs of the cluster, or to this one.
+  template <int kSharers>
   CUTE_DEVICE static void load_panel(TensorMap const& map, uint64_t& arrived, uint32_t target,
                                      int column, int row, int head, int batch) {
-    if constexpr (Role::kSharers == 1) {
+    if constexpr (kSharers == 1) {
       load_box(map, arrived, target, column, row, head, batch, CacheHint::EVICT_LAST);
     } else {
-      load_cluster_box<Role::kSharers, Role::kFirstSharer>(map, arrived, target, column, row, head,
-                                                           batch, CacheHint::EVICT_LAST);
+      static_assert(kSharers == 2);  // they take turns
+      load_cluster_box<kSharers>(map, arrived, target, column, row, head, batch,
+                                 CacheHint::EVICT_LAST);
     }
   }
 };

@@ -45,23 +45,28 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
         rank(rank),
         mask(params.mask, params.shape, work.item.batch) {
     if constexpr (!kOwnsKeys) {
-      if (work.count > 0) statistics = Base::load_statistics(params, work, work.own_row);
+      if (work.count > 0) statistics = Base::load_statistics(params, work, own_row());
     }
   }
 
-  // The index of this CTA's link, and the rank of the CTA at its other end.
-  CUTE_DEVICE int link() const { return kOwnsKeys ? 0 : rank; }
-  CUTE_DEVICE int peer() const { return kOwnsKeys ? kOutRank + rank : kOutRank; }
+  CUTE_DEVICE static int link(int rank) { return rank; }
+  CUTE_DEVICE static int peer(int) { return kOutRank; }
 
+  // The first own row, which follow each other in the CTAs of a cluster.
+  CUTE_DEVICE int own_row() const { return work.own_row + rank * kRows; }
+
+  CUTE_DEVICE ScoreTilePosition position(int block) const {
+    return work.position(params.shape, block, rank * kRows);
+  }
   CUTE_DEVICE int valid_rows(int block) const {
-    return Base::valid_rows(params.shape, work, work.position(params.shape, block));
+    return Base::valid_rows(params.shape, work, position(block));
   }
 
   // Computes P from S and sends it.
   template <class Scores>
   CUTE_DEVICE void exchange(int block, Scores& scores) const {
     Modifiers const modifiers = {{params.scale}, {params}, {}};
-    ScoreTilePosition const at = work.position(params.shape, block);
+    ScoreTilePosition const at = position(block);
     auto scaled = ScoreGrid::make_accumulators();  // (4, 1, MMA_N), for the soft cap
     modifiers.recompute(scores, scaled, at);
     float const softmax_scale = params.scale.softmax_scale;
@@ -74,14 +79,14 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
       statistics.template exponentiate_and_differentiate<Modifiers>(softmax_scale, scaled, scores);
       messages[0] = as_left_operand<Element>(scores);
     }
-    Base::acquire_message(links, link(), block & 1);
-    Base::send_message(links, tiles, link(), peer(), link() * Base::kProbabilityBytes, messages);
+    Base::acquire_message(links, rank, block & 1);
+    Base::send_message(links, tiles, rank, kOutRank, rank * Base::kProbabilityBytes, messages);
   }
 
   CUTE_DEVICE float sum_scale() const { return params.scale.gradient_scale; }
 
   // The own rows of the gradient that exist; with queries, those within the length. Others get 0.
-  CUTE_DEVICE int row_bound() const { return work.query_length - work.own_row; }
+  CUTE_DEVICE int row_bound() const { return work.query_length - own_row(); }
 
   // Stores the gradient from a tile in shared memory. One warpgroup calls it.
   CUTE_DEVICE void store(BackwardMaps const& maps, uint32_t tile) const {
@@ -92,22 +97,23 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
                                     : query_origin<Config>(shape, work.item.batch);
     store_part<Config, typename Tiles::OwnTile>(
         kOwnsKeys ? maps.key_gradient : maps.query_gradient,
-        kOwnsKeys ? params.key_gradient : params.query_gradient, tile, 0, origin.row + work.own_row,
-        length - work.own_row, work.item.head, origin.batch, shape.head_dim);
+        kOwnsKeys ? params.key_gradient : params.query_gradient, tile, 0, origin.row + own_row(),
+        length - own_row(), work.item.head, origin.batch, shape.head_dim);
     wait_tma_stores();
   }
 
   // Writes zeros to the gradients of tokens that belong to no sequence.
   CUTE_DEVICE void clear_gap() const {
     if constexpr (Config::kVarlen) {
-      if (rank > 0) return;
       ProblemShape const& shape = params.shape;
       if constexpr (kOwnsKeys) {
-        clear_key_gap<Config, kConsumers>(params, work.item, work.key_length, work.tiles);
-      } else {
+        clear_key_gap<Config, kConsumers>(params, work.item, work.key_length,
+                                          ceil_div(shape.key_length, kRows));
+      } else if (rank == 0) {
         Gap::of_queries(shape, work.item.batch, work.query_length)
             .template clear<Element, kConsumers>(params.query_gradient, work.item.head,
-                                                 shape.head_dim, work.item.tile, work.tiles);
+                                                 shape.head_dim, work.item.tile,
+                                                 params.query_tiles);
       }
     }
   }

@@ -80,7 +80,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
       wait_barrier(control.own, 0);
       random_sleep();
       if constexpr (kOwnsKeys) {
-        int const valid = max(work.key_length - work.own_row, 0);
+        int const valid = work.key_length - work.own_row;
         if (reads_beyond<Config>(work.key_length, work.own_row + kRows, params.shape.key_length)) {
           Base::template clear_own_beyond<RoleTiles>(tiles, valid);
         }
@@ -162,7 +162,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
   // released one after the other.
   CUTE_DEVICE static void begin_sum(Role const& role, Control& control, uint32_t tiles,
                                     Position& at, Sums& sums) {
-    Base::wait_message(control, role.link(), at.block & 1);
+    Base::wait_message(control, Role::link(role.rank), at.block & 1);
     Operand const left = Base::load_message(tiles, 0);
     uint32_t rights[kParts];
     CUTE_UNROLL
@@ -181,7 +181,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
                                       Base::template operand<Contiguous::outer>(rights[index]));
       commit_products();
     });
-    Base::release_message(control, role.link(), role.peer());
+    Base::release_message(control, Role::link(role.rank), Role::peer(role.rank));
   }
 
   // Waits for the sum, and releases the panels of the block. Both consumers release each panel,
