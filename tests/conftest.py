@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 
+import daily
 import jax
 import numpy as np
 import pytest
@@ -35,6 +36,10 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 LARGEST_CACHE = 1 << 30
 """Bytes of compiled programs that are kept between runs; a run of all tests makes 0.2 GB."""
+
+
+def pytest_report_header():
+    return f"samples of today: {daily.MESSAGE}"
 
 
 def pytest_sessionstart(session):

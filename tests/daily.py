@@ -1,8 +1,7 @@
-"""Samples of what takes long to compile. They change every day.
+"""Samples of what takes long to compile or to trace. They change every day.
 
 ``JAX_MEMEFF_CLOSURE=2026-11-23`` repeats the samples of that day, and ``JAX_MEMEFF_CLOSURE=all``
-takes everything, which is due before a release. Messages of tests that use a sample begin with
-``CHOICE``.
+takes everything, which is due before a release. The header of a run of pytest shows the choice.
 """
 
 from __future__ import annotations
@@ -15,7 +14,9 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 
-CHOICE = os.environ.get("JAX_MEMEFF_CLOSURE", datetime.date.today().isoformat())
+# Processes that this one starts inherit the choice: those of pytest-xdist must collect the same
+# tests, also at midnight.
+CHOICE = os.environ.setdefault("JAX_MEMEFF_CLOSURE", datetime.date.today().isoformat())
 EVERYTHING = CHOICE == "all"
 MESSAGE = f"JAX_MEMEFF_CLOSURE={CHOICE}"
 
