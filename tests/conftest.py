@@ -100,6 +100,9 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(tryfirst=True)  # before pytest evaluates -m
 def pytest_collection_modifyitems(config, items):
     choose_quick_cases(items, complete=not any("::" in word for word in config.args))
+    # The longest tests are those of the toolchain. If they ran last, one process would wait for the
+    # other.
+    items.sort(key=lambda item: "toolchain" not in item.path.parts)
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if not on_gpu:
         return
