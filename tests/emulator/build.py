@@ -43,12 +43,9 @@ _PRECOMPILED = "emulator/precompiled.h"
 _KERNEL_OPTIONS = [
     # Each kernel has its own Config, whose constants have the same names in all kernels.
     "-fno-gnu-unique",
-    # Compiling takes far longer than running: -O1 would take twice the time, and -O0, which
-    # inlines nothing, runs ten times slower.
+    # Compiling takes far longer than running. -O1 would take a third to a half more for a dozen
+    # kernels, which would run no faster.
     *("-Og", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-include", _PRECOMPILED),
-    # g++ collects its garbage again and again when precompiled headers are loaded: a tenth of the
-    # time.
-    *("--param", "ggc-min-expand=1000", "--param", "ggc-min-heapsize=2000000"),
     # Makes a misaligned access end the kernel with a signal.
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
 ]
