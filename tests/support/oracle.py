@@ -155,7 +155,7 @@ def of_query_heads(array, heads):
 
 def product(left, right, contracted, heads=(2, 2)):
     """Products for each batch index and head, summed over the contracted axes of both arrays."""
-    axes = tuple((axis,) for axis in contracted), tuple((0, axis) for axis in heads)
+    axes = ((contracted[0],), (contracted[1],)), ((0, heads[0]), (0, heads[1]))
     return lax.dot_general(left, right, axes, precision=lax.Precision.HIGHEST)
 
 
