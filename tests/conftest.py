@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 
+import daily
 import jax
 import numpy as np
 import pytest
@@ -35,6 +36,10 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 LARGEST_CACHE = 1 << 30
 """Bytes of compiled programs that are kept between runs; a run of all tests makes 0.2 GB."""
+
+
+def pytest_report_header():
+    return f"samples of today: {daily.MESSAGE}"
 
 
 def pytest_sessionstart(session):
@@ -95,6 +100,9 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(tryfirst=True)  # before pytest evaluates -m
 def pytest_collection_modifyitems(config, items):
     choose_quick_cases(items, complete=not any("::" in word for word in config.args))
+    # The longest tests are those of the toolchain. If they ran last, one process would wait for the
+    # other.
+    items.sort(key=lambda item: "toolchain" not in item.path.parts)
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if not on_gpu:
         return

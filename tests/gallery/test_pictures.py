@@ -14,8 +14,6 @@ import jax_memeff
 from jax_memeff import Mask, Offsets
 from jax_memeff._call.mask.pictures import figure, text
 
-pytestmark = pytest.mark.quick
-
 T, S = 37, 50
 TILE = 8, 16
 RNG = np.random.default_rng(3)
@@ -53,6 +51,7 @@ def tiles(array: np.ndarray) -> np.ndarray:
     return padded.reshape(rows // TILE[0], TILE[0], columns // TILE[1], TILE[1]).swapaxes(1, 2)
 
 
+@pytest.mark.quick("causal", "function", "lengths", "segments")
 @pytest.mark.parametrize("name", CASES)
 def test_classes_agree_with_the_elements(name):
     """A skipped tile has no valid element, a full one no invalid element. A partial tile has both,
@@ -77,6 +76,7 @@ def test_classes_agree_with_the_elements(name):
             assert (classes[every] == 1).all()
 
 
+@pytest.mark.quick
 def test_tiles_are_those_that_a_block_mask_has():
     mask = MASKS["segments"]
     picture = mask.picture(T, S, tile=(64, 64))
@@ -84,6 +84,7 @@ def test_tiles_are_those_that_a_block_mask_has():
     assert picture.classes[0, 0] == blocks[0, 0, 0, 0] == 2
 
 
+@pytest.mark.quick
 def test_a_large_mask_is_drawn_by_tiles():
     drawn = str(Mask.causal().picture(128 * 100))
     header, legend, *lines = drawn.splitlines()
@@ -93,6 +94,7 @@ def test_a_large_mask_is_drawn_by_tiles():
     assert lines[2] == "████▒▒" + ("· " * 31).rstrip()
 
 
+@pytest.mark.quick
 def test_a_call_draws_bias_and_function(capsys):
     x = jnp.ones((2, 16, 2, 8))
     bias = jnp.where(jnp.arange(16) < 4, -jnp.inf, jnp.arange(16.0))[None]
@@ -115,6 +117,7 @@ def test_a_call_draws_bias_and_function(capsys):
     np.testing.assert_array_equal(moved.values[:, 0], 307 + np.arange(16))
 
 
+@pytest.mark.quick
 def test_a_call_has_the_tiles_of_its_kernel():
     x = jnp.ones((1, 4096, 16, 128), jnp.bfloat16)
     found = jax_memeff.picture(x, x, x, is_causal=True, arch="sm_90a")
@@ -123,6 +126,7 @@ def test_a_call_has_the_tiles_of_its_kernel():
     assert str(found).startswith(found.title + "\n")
 
 
+@pytest.mark.quick
 def test_values_that_are_all_masked_or_equal():
     x = jnp.ones((1, 4, 1, 8))
     nothing = jax_memeff.picture(x, x, x, bias=jnp.full((4, 4), -jnp.inf))
@@ -130,6 +134,7 @@ def test_values_that_are_all_masked_or_equal():
     assert "0 (▁) to 0 (█)" in str(jax_memeff.picture(x, x, x, bias=jnp.zeros((4, 4))))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -160,6 +165,7 @@ def test_errors(call, error, message):
         call()
 
 
+@pytest.mark.quick
 def test_plots():
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
@@ -179,6 +185,7 @@ def test_plots():
     pyplot.close("all")
 
 
+@pytest.mark.quick
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_memeff._call.mask import Mask, Window
 from jax_memeff._call.offsets import Position
@@ -131,14 +132,40 @@ def kept_factors(operands: Operands, options: Options) -> np.ndarray:
     return 256 / (256 - threshold) * kept
 
 
+# These functions call lax, because each function of jnp is a program of its own, and tracing and
+# differentiating all of these took half of the oracle's time.
+
+
 def scores_of(query, key, bias, scale, soft_cap):
     """The scores by their definition, [B, N, T, S], before masks; arguments as in ``formula``."""
-    key = jnp.repeat(key, query.shape[2] // max(key.shape[2], 1), 2)
-    highest = jax.lax.Precision.HIGHEST
-    scores = scale * jnp.einsum("btnh,bsnh->bnts", query, key, precision=highest)
+    key = of_query_heads(key, query.shape[2])
+    scores = scale * product(query, key, (3, 3))
     if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
+        scores = soft_cap * lax.tanh(scores / soft_cap)
     return scores + bias
+
+
+def of_query_heads(array, heads):
+    """Keys or values of each query head, [B, S, N, H]."""
+    batch, columns, key_heads, dim = array.shape
+    groups = heads // max(key_heads, 1)
+    repeated = lax.broadcast_in_dim(array, (batch, columns, key_heads, groups, dim), (0, 1, 2, 4))
+    return lax.reshape(repeated, (batch, columns, key_heads * groups, dim))
+
+
+def product(left, right, contracted, heads=(2, 2)):
+    """Products for each batch index and head, summed over the contracted axes of both arrays."""
+    axes = ((contracted[0],), (contracted[1],)), ((0, heads[0]), (0, heads[1]))
+    return lax.dot_general(left, right, axes, precision=lax.Precision.HIGHEST)
+
+
+def logsumexp(scores):
+    """Of the last axis, which stays. Sums of 16-bit numbers are rounded once."""
+    largest = lax.stop_gradient(lax.reduce_max(scores, (scores.ndim - 1,)))[..., None]
+    terms = lax.exp(scores - largest)
+    wide = jnp.promote_types(scores.dtype, np.float32)
+    sums = lax.reduce_sum(lax.convert_element_type(terms, wide), (scores.ndim - 1,))[..., None]
+    return lax.log(lax.convert_element_type(sums, scores.dtype)) + largest
 
 
 def formula(query, key, value, bias, sinks, valid, kept, scale, soft_cap):
@@ -150,20 +177,25 @@ def formula(query, key, value, bias, sinks, valid, kept, scale, soft_cap):
         valid: bool[B, N, T, S]. kept: [B, N, T, S], the factors of the probabilities. scale: of the
         products. soft_cap: static, or None.
     """
-    groups = query.shape[2] // max(key.shape[2], 1)
-    highest = jax.lax.Precision.HIGHEST
-    value = jnp.repeat(value, groups, 2)
+    value = of_query_heads(value, query.shape[2])
     scores = scores_of(query, key, bias, scale, soft_cap)
-    has_sink = sinks > -jnp.inf
-    has_scores = jnp.any(valid, -1, keepdims=True) | has_sink
+    sinks = jnp.broadcast_to(jnp.asarray(sinks, scores.dtype), (*scores.shape[:3], 1))
+    has_sink = sinks > -np.inf
+    has_scores = lax.reduce_or(valid, (3,))[..., None] | has_sink
     # Hazard: rows without keys and sink get finite scores here and their defined values below, so
     # that JAX's gradients of them are zero instead of NaN.
-    scores = jnp.where(valid | ~has_scores, scores, -jnp.inf)
-    sinks = jnp.broadcast_to(jnp.where(has_sink, sinks, -jnp.inf), (*scores.shape[:3], 1))
-    lse = jax.nn.logsumexp(jnp.concatenate([scores, sinks], -1), -1, keepdims=True)
-    probabilities = jnp.where(valid, jnp.exp(scores - lse), 0) * kept
-    out = jnp.einsum("bnts,bsnh->btnh", probabilities, value, precision=highest)
-    return out, jnp.where(has_scores, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
+    scores = either(valid | ~has_scores, scores, -np.inf)
+    lse = logsumexp(lax.concatenate([scores, either(has_sink, sinks, -np.inf)], 3))
+    probabilities = either(valid, lax.exp(scores - lse), 0) * kept
+    out = lax.transpose(product(probabilities, value, (3, 1), heads=(1, 2)), (0, 2, 1, 3))
+    rows = lax.reshape(either(has_scores, lse, -np.inf), lse.shape[:3])
+    return out, lax.transpose(rows, (0, 2, 1))
+
+
+def either(condition, array, constant):
+    """The array where the condition holds, and the constant elsewhere."""
+    condition = jnp.broadcast_to(condition, array.shape)
+    return lax.select(condition, array, lax.full_like(array, constant))
 
 
 # Operations must round as written; XLA would keep more bits between fused 16-bit operations. Each
@@ -178,8 +210,9 @@ def _answer(query, key, value, bias, sinks, valid, kept, scale, dout, dlse, soft
         return formula(query, key, value, bias, sinks, valid, kept, scale, soft_cap)
 
     results, transpose = jax.vjp(differentiable, query, key, value, bias, sinks)
-    scores = jnp.where(valid, scores_of(query, key, bias, scale, soft_cap), -jnp.inf)
-    return results, transpose((dout, dlse)), jnp.max(scores, -1).transpose(0, 2, 1)
+    scores = either(valid, scores_of(query, key, bias, scale, soft_cap), -np.inf)
+    maxima = lax.transpose(lax.reduce_max(scores, (3,)), (0, 2, 1))
+    return results, transpose((dout, dlse)), maxima
 
 
 def answer(

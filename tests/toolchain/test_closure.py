@@ -1,18 +1,15 @@
 """A sample of all kernels, compiled for each architecture: no spills, no serialized wgmma, and no
 overwritten register operands.
 
-The sample changes every day. ``JAX_MEMEFF_CLOSURE=2026-11-23`` repeats the sample of that day, and
-``JAX_MEMEFF_CLOSURE=all`` compiles every kernel, which is due before a release.
+The sample changes every day; ``daily.py`` says how to repeat it, and how to compile every kernel.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
 import itertools
-import os
-import random
 
+import daily
 import pytest
 import sass
 import together
@@ -47,25 +44,30 @@ ODD_DIMS = ((7, 7), (66, 66), (100, 100), (255, 33))
 """Head dims whose rows begin at multiples of 2, 4 and 8 bytes."""
 
 
-CHOICE = os.environ.get("JAX_MEMEFF_CLOSURE", datetime.date.today().isoformat())
-
-
 @functools.cache
 def sample(arch):
     """A sample that depends on the architecture and the day.
 
     Hopper compiles every kernel module, so its sample has each module and each feature. The other
-    architectures share the modules of sm_80 and have one kernel per direction.
+    architectures share the modules of sm_80. Each has one kernel, and both directions occur.
     """
-    generator = random.Random(f"{arch} {CHOICE}")
+    generator = daily.generator(arch)
     dims = [*select.CLOSURE_DIMS, *ODD_DIMS]
-    if CHOICE != "all" and arch != COVERED:
+    if not daily.EVERYTHING and arch != COVERED:
         dims = generator.sample(dims, DIMS_DRAWN)
     specs = list(select.closure(arch, dims=dims))
-    if CHOICE == "all":
+    if daily.EVERYTHING:
         return specs
     generator.shuffle(specs)
-    return list(chosen(specs, covered if arch == COVERED else lambda spec: {spec.direction}))
+    if arch == COVERED:
+        return list(chosen(specs, covered))
+    return [next(spec for spec in specs if spec.direction == direction_of(arch))]
+
+
+def direction_of(arch):
+    """The direction of an architecture's kernel: that of its neighbours in ARCHS is the other."""
+    (first,) = daily.drawn("direction", (0, 1))
+    return ("forward", "backward")[(first + ARCHS.index(arch)) % 2]
 
 
 def chosen(specs, covers):
@@ -126,7 +128,7 @@ def test_kernels_keep_their_accumulators_in_registers(arch, tmp_path):
         if any(spec.family == "sm90" for spec in specs):
             for name, code in sass.functions(compiled.image, tmp_path).items():
                 wrong += [f"{name}, {operand}" for operand in sass.overwritten_operands(code)]
-    assert not wrong, "\n".join([f"on {arch}, JAX_MEMEFF_CLOSURE={CHOICE}:", *wrong])
+    assert not wrong, "\n".join([f"on {arch}, {daily.MESSAGE}:", *wrong])
 
 
 def test_the_sample_has_every_module_and_every_feature():

@@ -1,9 +1,13 @@
-"""Machine code: register operands that a kernel loads once stay intact until the last iteration."""
+"""Machine code: register operands that a kernel loads once stay intact until the last iteration.
+
+Each run compiles a sample, which changes every day (``daily.py``).
+"""
 
 from __future__ import annotations
 
 import itertools
 
+import daily
 import pytest
 import sass
 import together
@@ -31,6 +35,7 @@ GRADIENTS = [
     for count in (1, 2, 3)
     for needs_grad in itertools.combinations(SPEC_GRADIENTS, count)
 ]
+GRADIENTS_DRAWN = 3
 
 
 @pytest.mark.parametrize(
@@ -53,8 +58,9 @@ def test_backwards_of_some_gradients_keep_their_register_operands(dtype, head_di
         Problem("backward", dtype, head_dim, head_dim, "sm_90a", needs_grad=needs_grad)
         for needs_grad in GRADIENTS
     ]
-    specs = list(map(select.select, problems))
-    assert len(set(specs)) == len(GRADIENTS)
+    every = list(map(select.select, problems))
+    assert len(set(every)) == len(GRADIENTS)
+    specs = daily.drawn(f"gradients of {head_dim}", every, GRADIENTS_DRAWN)
     found = 0
     for batch, compiled in together.compiled(specs, "sm_90a"):
         assert compiled.warnings == ()
@@ -69,28 +75,30 @@ def test_backwards_of_some_gradients_keep_their_register_operands(dtype, head_di
             products = [line for line in code if line.operation.startswith("HGMMA")]
             assert bool(products) == (name in main_loops)
             found += bool(products)
-            assert sass.overwritten_operands(code) == [], name
+            assert sass.overwritten_operands(code) == [], (daily.MESSAGE, name)
     assert found >= len(specs)
 
 
-@pytest.mark.parametrize(
-    ("asked", "spilled"), [({}, 0), ({"mask": "window", "soft_cap": True}, 48)], ids=str
-)
-def test_the_softmax_of_latent_attention_runs_under_a_product(asked, spilled, tmp_path):
+LATENT = (({}, 0), ({"mask": "window", "soft_cap": True}, 48))
+"""Features, and the bytes that a kernel with them may spill."""
+
+
+def test_the_softmax_of_latent_attention_runs_under_a_product(tmp_path):
     """Without that, two consumers cannot keep the tensor cores busy."""
     pages = AskedPages(16, is_latent=True)
-    features = {"varlen": True, "pages": pages, **asked}
-    spec = select.select(Problem("forward", "bf16", 576, 512, "sm_90a", features))
-    assert spec.kernel.reads_latent
-    assert share_of_exponentials_under_a_product(spec, spilled, tmp_path) > 3 / 4
+    for asked, spilled in daily.drawn("latent", LATENT):
+        features = {"varlen": True, "pages": pages, **asked}
+        spec = select.select(Problem("forward", "bf16", 576, 512, "sm_90a", features))
+        assert spec.kernel.reads_latent
+        assert share_of_exponentials_under_a_product(spec, spilled, tmp_path) > 3 / 4
 
 
 @pytest.mark.parametrize("dims", [(320, 320), (512, 512), (576, 512)])
-@pytest.mark.parametrize("asked", [{}, {"mask": "causal"}], ids=str)
-def test_the_softmax_of_large_head_dims_runs_under_a_product(dims, asked, tmp_path):
-    spec = select.select(Problem("forward", "bf16", dims[0], dims[1], "sm_90a", asked))
-    assert spec.kernel.stem == "fmha_fwd_large_dim_sm90"
-    assert share_of_exponentials_under_a_product(spec, 0, tmp_path) > 2 / 3
+def test_the_softmax_of_large_head_dims_runs_under_a_product(dims, tmp_path):
+    for asked in daily.drawn(f"masks of {dims}", ({}, {"mask": "causal"})):
+        spec = select.select(Problem("forward", "bf16", dims[0], dims[1], "sm_90a", asked))
+        assert spec.kernel.stem == "fmha_fwd_large_dim_sm90"
+        assert share_of_exponentials_under_a_product(spec, 0, tmp_path) > 2 / 3
 
 
 @pytest.mark.parametrize("dims", [(320, 320), (512, 512), (576, 512)])
@@ -119,6 +127,7 @@ def share_of_exponentials_under_a_product(spec, spilled, directory):
     """The share of a consumer's exponentials of a KV block that lie between the wait for its scores
     and the wait for the product that they overlap.
     """
+    print(daily.MESSAGE, spec.name)  # pytest shows it if the test fails
     ((_, compiled),) = together.compiled([spec], "sm_90a")
     assert compiled.warnings == ()
     assert max(resource.spill_store for resource in compiled.resources) <= spilled
@@ -134,8 +143,8 @@ def share_of_exponentials_under_a_product(spec, spilled, directory):
     return len(exponentials) * WARPGROUP_THREADS / (WARPGROUP_ROWS * spec.tile.key)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_exponentials_of_tangents_run_under_a_product(head_dim, tmp_path):
+def test_the_exponentials_of_tangents_run_under_a_product(tmp_path):
     """ptxas would sink them below the wait for the tangents of the scores."""
-    spec = select.select(Problem("tangent", "bf16", head_dim, head_dim, "sm_90a"))
-    assert share_of_exponentials_under_a_product(spec, 0, tmp_path) > 3 / 4
+    for head_dim in daily.drawn("tangents", (64, 128)):
+        spec = select.select(Problem("tangent", "bf16", head_dim, head_dim, "sm_90a"))
+        assert share_of_exponentials_under_a_product(spec, 0, tmp_path) > 3 / 4

@@ -7,7 +7,7 @@ function once for each element, by ``jax.vmap``.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -295,29 +295,36 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@functools.cache
 def sample(seed: int = 0) -> list[Case]:
     """Random cases in which every possible pair of values of two axes occurs."""
     rng = np.random.default_rng(seed)
+    lengths = np.array([len(values) for values in AXES.values()])
+    one, other = np.triu_indices(len(AXES), 1)
+    sizes = lengths[one] * lengths[other]
+    first = np.cumsum(sizes) - sizes
 
-    def pairs(case: Case) -> set[tuple[Any, ...]]:
-        values = [(name, getattr(case, name)) for name in AXES]
-        return set(itertools.combinations(values, 2))
+    def pairs(choices: np.ndarray) -> np.ndarray:
+        """The numbers of the pairs of each row of ``choices``."""
+        return first + choices[:, one] * lengths[other] + choices[:, other]
 
-    def drawn(count: int) -> list[Case]:
-        lengths = [len(values) for values in AXES.values()]
-        choices = rng.integers(lengths, size=(count, len(AXES))).tolist()
-        cases = (
-            Case(**{name: AXES[name][i] for name, i in zip(AXES, own, strict=True)})
-            for own in choices
-        )
-        return [case for case in cases if case.possible]
+    def case(choice: np.ndarray) -> Case:
+        names = zip(AXES, choice, strict=True)
+        return Case(**{name: AXES[name][index] for name, index in names})
 
-    missing = set().union(*map(pairs, drawn(4000)))
+    def drawn(count: int) -> np.ndarray:
+        return rng.integers(lengths, size=(count, len(AXES)))
+
+    missing = np.zeros(sizes.sum(), bool)
+    some = drawn(4000)
+    missing[pairs(some[[case(choice).possible for choice in some.tolist()]])] = True
     found = []
-    while missing:
-        cases = drawn(200)
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
-        if pairs(best) & missing:
-            found.append(best)
-            missing -= pairs(best)
+    while missing.any():
+        choices = drawn(200)
+        gains = missing[pairs(choices)].sum(1)
+        for index in np.argsort(-gains, kind="stable"):
+            if gains[index] and (best := case(choices[index].tolist())).possible:
+                found.append(best)
+                missing[pairs(choices[index : index + 1])] = False
+                break
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import daily
 import functions_case
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,13 @@ def value_and_gradients(function: Any, arrays: Any, cotangents: Any) -> Any:
     return results, gradients
 
 
-@pytest.mark.parametrize("case", functions_case.sample(), ids=str)
+SAMPLE = functions_case.sample()
+"""Every pair of values of two axes. Each run has a third of the cases."""
+
+
+@pytest.mark.parametrize(
+    "case", daily.drawn("calls with functions", SAMPLE, len(SAMPLE) // 3), ids=str
+)
 def test_the_definition(case: Case, assert_close, request):
     if case.dtype == "float64":
         request.getfixturevalue("x64")  # in all threads, because the partitioner has its own

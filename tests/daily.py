@@ -1,0 +1,34 @@
+"""Samples of what takes long to compile or to trace. They change every day.
+
+``JAX_MEMEFF_CLOSURE=2026-11-23`` repeats the samples of that day, and ``JAX_MEMEFF_CLOSURE=all``
+takes everything, which is due before a release. The header of a run of pytest shows the choice.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+# Processes that this one starts inherit the choice: those of pytest-xdist must collect the same
+# tests, also at midnight.
+CHOICE = os.environ.setdefault("JAX_MEMEFF_CLOSURE", datetime.date.today().isoformat())
+EVERYTHING = CHOICE == "all"
+MESSAGE = f"JAX_MEMEFF_CLOSURE={CHOICE}"
+
+
+def generator(name: str) -> random.Random:
+    """A generator that depends on the day and on the name of a sample."""
+    return random.Random(f"{name} {CHOICE}")
+
+
+def drawn(name: str, values: Sequence[Value], count: int = 1) -> list[Value]:
+    """``count`` of the values, in their order, or all of them."""
+    if EVERYTHING:
+        return list(values)
+    chosen = sorted(generator(name).sample(range(len(values)), count))
+    return [values[index] for index in chosen]
