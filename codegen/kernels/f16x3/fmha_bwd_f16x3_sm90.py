@@ -37,6 +37,7 @@ _MOST_Q_BLOCK_BUFFERS = 4
 _FACTOR_BYTES = 4
 
 _MODIFIERS = modifiers("bias")
+_BUILT_IN = modifiers("bias", "user functions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +49,11 @@ class Tile(WgmmaTile):
 
     @property
     def modifier_registers(self) -> int:
-        """Registers that the dq kernel leaves to masks and modifiers: with 44 in all, a boolean
-        mask spills 20 bytes at head dim 128.
+        """Registers that the dq kernel leaves to masks and modifiers. With none a boolean mask
+        spills 20 bytes at head dim 128; with 16 functions of scores and masks beside dropout
+        spill 44.
         """
-        return 16 if self.modifiers else 0
+        return (16 if self.modifiers else 0) + 16 * ("user functions" in self.modifiers)
 
 
 TILES: Mapping[int, Sequence[Tile]] = {
@@ -63,11 +65,13 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "four buffers of queries and dO, so that products of two Q blocks may overlap",
             overlaps=True,
         ),
-        Tile(128, 64, 4, "S and dP do not overlap gradients", modifiers=_MODIFIERS),
+        Tile(128, 64, 4, "S and dP do not overlap gradients", modifiers=_BUILT_IN),
+        Tile(128, 64, 4, "fewer queries and dO in registers", modifiers=_MODIFIERS),
     ),
     96: (
         Tile(128, 64, 3, "219 KB for dq"),
-        Tile(128, 64, 3, "fewer queries and dO in registers", modifiers=_MODIFIERS),
+        Tile(128, 64, 3, "fewer queries and dO in registers", modifiers=_BUILT_IN),
+        Tile(128, 64, 3, "still fewer queries and dO in registers", modifiers=_MODIFIERS),
     ),
     128: (
         Tile(
@@ -76,7 +80,8 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "227 KB; two buffers of queries and dO, so the next Q block arrives under all products",
         ),
-        Tile(128, 64, 2, "fewer queries and dO in registers", modifiers=_MODIFIERS),
+        Tile(128, 64, 2, "fewer queries and dO in registers", modifiers=_BUILT_IN),
+        Tile(128, 64, 2, "still fewer queries and dO in registers", modifiers=_MODIFIERS),
     ),
 }
 """By the larger of the two padded head dims. The dq kernel owns ``query`` queries and takes ``key``
