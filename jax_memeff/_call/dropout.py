@@ -37,11 +37,14 @@ def threshold(rate: float) -> int:
     """The threshold T, ``floor(256 * rate + 0.5)``: an element is dropped if its byte is below.
 
     Raises:
+        TypeError: ``rate`` is not a number, or traced.
         ValueError: ``rate`` is not in [0, 1], or is above 0 and rounds to never or to always.
 
     >>> threshold(0.1), threshold(0.0)
     (26, 0)
     """
+    if not isinstance(rate, float):
+        rate = static_number("dropout_rate", rate, "pass a Python number")
     if not 0 <= rate <= 1:
         raise ValueError(f"dropout_rate: expected a number in [0, 1), got {rate}")
     byte = math.floor(256 * rate + 0.5)

@@ -113,6 +113,8 @@ def test_threshold():
     for rate in ("0.1", None, 0.1j):
         with pytest.raises(TypeError, match="rate must be a number, got"):
             dropout.realised_rate(rate)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="dropout_rate must be a number, got"):
+            dropout.threshold(rate)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="rate must be a static number, got a traced value"):
         jax.jit(dropout.realised_rate)(0.1)
 
