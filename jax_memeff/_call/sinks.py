@@ -51,6 +51,8 @@ def of_rows(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | boo
         rows = jnp.arange(operands.query.shape[1], dtype=lengths.dtype)
         return sinks[:, None], (rows < lengths[:, None])[..., None]
     sequences, tokens = operands.sequences, jnp.arange(operands.query.shape[1], dtype=jnp.int32)
+    if not sequences.query_lengths.size:  # JAX cannot index an empty array
+        return own[None], jnp.zeros((1, tokens.size, 1), bool)
     index = sequence_of_tokens(sequences.query_starts, operands.query.shape[1])
     place = tokens - sequences.query_starts[index]
     is_valid = (place >= 0) & (place < sequences.query_lengths[index])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -357,3 +358,25 @@ def test_memory_does_not_grow_with_the_longest_sequence():
 
     for transform in (lambda run: run, lambda run: jax.grad(run, (0, 1)), hessian):
         assert bytes_of(10_000_000, transform) <= bytes_of(10, transform) + 1024
+
+
+@pytest.mark.parametrize("use_sinks", [False, True], ids=["", "sinks"])
+def test_no_sequences(use_sinks):
+    """One start and no sequence: every token belongs to none, under ``jax.vmap``, too."""
+    tokens, starts = jnp.ones((3, 5, 4, 8)), jnp.zeros(1, int)
+    sinks = jnp.ones(4) if use_sinks else None
+
+    @jax.jit
+    def results(tokens):
+        def loss(tokens, sinks):
+            call = functools.partial(jax_memeff.varlen_attention, is_causal=True, sinks=sinks)
+            out, lse = call(*[tokens] * 3, starts, starts, 5, 5, return_residual=True)
+            return out.sum(), (out, lse)
+
+        wanted = (0, 1) if use_sinks else 0
+        return jax.grad(loss, wanted, has_aux=True)(tokens, sinks)
+
+    for found in (results(tokens[0]), jax.vmap(results)(tokens)):
+        gradients, (out, lse) = found
+        assert not any(x.any() for x in (out, *jax.tree.leaves(gradients)))
+        assert (lse == -jnp.inf).all()

@@ -53,7 +53,8 @@ def picture(
 
     Raises:
         TypeError: an argument is traced, or wrong as ``dot_product_attention`` says.
-        ValueError: ``batch`` or ``head`` is out of range, or an argument is wrong.
+        ValueError: ``batch`` or ``head`` is out of range, there are no scores, or an argument is
+            wrong.
         jax_memeff.UnsupportedError: there is no kernel for the call on ``arch``.
 
     >>> import jax.numpy as jnp, jax_memeff
@@ -80,6 +81,11 @@ def picture(
                 "outside jax.jit, jax.grad and jax.vmap"
             )
     operands, options, _ = api.prepare(query, key, value, bias, mask, **arguments)
+    if 0 in operands.scores:
+        raise ValueError(
+            "a picture needs at least one batch index, head, row and column, got scores "
+            f"[B, N, T, S] = {list(operands.scores)}"
+        )
     for name, index, size in zip(("batch", "head"), (batch, head), operands.scores, strict=False):
         static_integer(name, index, "a Python integer", "draw it outside of jax.jit")
         if not 0 <= index < size:
