@@ -25,7 +25,7 @@ def joined(
         sinks: broadcasts to ``lse``; -inf is no sink, exactly.
         is_valid: likewise; rows beyond the lengths have no sink.
     """
-    is_valid &= sinks > -jnp.inf
+    is_valid &= sinks != -jnp.inf  # a sink of NaN must reach the results
     # A row that has neither keys nor a sink would subtract infinities: NaN, in derivatives too.
     lse_of_keys, sinks = (jnp.where(is_valid, x, 0) for x in (lse, sinks))
     share_of_keys = jnp.where(is_valid, jax.nn.sigmoid(lse_of_keys - sinks), 1)
