@@ -19,12 +19,12 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 from jax_memeff._call.offsets import Index, Offsets
 from jax_memeff._call.operands import DropoutState, Operands
 from jax_memeff._call.options import RANDOM_BLOCK, Options
-from jax_memeff._call.values import static_number
+from jax_memeff._call.values import static_integer, static_number
 
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -212,9 +212,20 @@ def state(
         num_heads: N, the number of query heads of this call.
         offsets: the global index of this call's first batch index and head; None is 0 for both.
 
+    Raises:
+        TypeError: a size is not a Python integer, or ``offsets`` are not Offsets.
+        ValueError: a size is negative.
+
     >>> state(jax.random.key(0), 2, 4).batch_base
     Array([0, 4], dtype=uint32)
     """
+    for name, size in (("batch", batch), ("num_heads", num_heads)):
+        if export.is_symbolic_dim(size):
+            continue
+        if static_integer(name, size, "a Python integer", "make it static") < 0:
+            raise ValueError(f"{name} must be at least 0, got {size}")
+    if not isinstance(offsets, Offsets | None):
+        raise TypeError(f"offsets must be jax_memeff.Offsets or None, got {offsets!r:.80}")
     offsets = Offsets() if offsets is None else offsets
     global_heads = num_heads if offsets.num_heads is None else offsets.num_heads
 

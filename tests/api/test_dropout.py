@@ -119,6 +119,20 @@ def test_threshold():
         jax.jit(dropout.realised_rate)(0.1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("x", 2), TypeError, "batch must be a Python integer, got 'x'"),
+        ((2, 1.5), TypeError, "num_heads must be a Python integer, got 1.5"),
+        ((2, -1), ValueError, "num_heads must be at least 0, got -1"),
+        ((2, 2, 3), TypeError, "offsets must be jax_memeff.Offsets or None, got 3"),
+    ],
+)
+def test_wrong_arguments_of_state(arguments, error, message):
+    with pytest.raises(error, match=message):
+        dropout.state(jax.random.key(0), *arguments)
+
+
 def test_typed_and_legacy_keys():
     want = jax.random.bits(jax.random.key(7), (2,), "uint32")
     np.testing.assert_array_equal(dropout.key_words(jax.random.key(7)), want)
