@@ -87,6 +87,9 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         # Reading the version searches the installed distributions.
         value = importlib.import_module("importlib.metadata").version("jax-memeff")
+    elif name == "__all__":
+        # Without it ``from jax_memeff import *`` finds only names that are already imported.
+        value = [*_MODULE_OF, "dropout"]
     elif name == "dropout":
         value = importlib.import_module("jax_memeff.dropout")
     elif name in _MODULE_OF:

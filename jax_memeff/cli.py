@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_memeff import config
-from jax_memeff._command import tables, tiles
+from jax_memeff._command import archives, tables, tiles
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
@@ -37,7 +37,6 @@ from jax_memeff.codegen.problem import (
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
 from jax_memeff.codegen.support import family_reasons
-from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import nvrtc, program_cache
 from jax_memeff.codegen.toolchain.compile import Compiled
 from jax_memeff.codegen.toolchain.parallel import Job, compile_many
@@ -140,6 +139,8 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
 
 def _build(options: argparse.Namespace, out: Console) -> int:
     jobs = _jobs(options)
+    if options.output is not None:
+        archives.require_writable(options.output)
     table = new_table(
         "kernel", "arch", "registers", "spilled bytes", "shared bytes", "seconds", "cached"
     )
@@ -182,14 +183,7 @@ def _build(options: argparse.Namespace, out: Console) -> int:
         out.print(str(failed[0]), markup=False)
     elif options.output is not None:
         done = {job: result for job, result in results.items() if isinstance(result, Compiled)}
-        try:
-            compiler.write_archive(options.output, done)
-        except OSError as error:
-            raise ValueError(f"--output {options.output} cannot be written: {error}") from error
-        size = options.output.stat().st_size / 2**20
-        out.print(
-            f"{len(done)} kernels, {size:.1f} MB: JAX_MEMEFF_KERNELS={options.output.absolute()}"
-        )
+        out.print(archives.write(options.output, done))
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""Checks of query, key and value, and of arrays that have the shape of the scores."""
+"""Checks of query, key and value, bias and sinks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
         if query.ndim == 4 and named[name].shape[0] != query.shape[0]:
             raise ValueError(
                 f"{name} must have the batch size of query, {query.shape[0]}, got "
-                f"{named[name].shape[0]} in shape {named[name].shape}{_of_one_device()}"
+                f"{named[name].shape[0]} in shape {named[name].shape}{values.of_one_device()}"
             )
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(
@@ -69,13 +69,13 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
         if value.shape[dim] != key.shape[dim]:
             raise ValueError(
                 f"value must have the {what} of key, {key.shape[dim]}, got {value.shape[dim]} in "
-                f"shape {value.shape}{_of_one_device()}"
+                f"shape {value.shape}{values.of_one_device()}"
             )
     query_heads, key_heads = query.shape[-2], key.shape[-2]
     if (query_heads != 0) if key_heads == 0 else (query_heads % key_heads != 0):
         raise ValueError(
             f"query must have a multiple of key's {key_heads} heads, got {query_heads} heads in "
-            f"shape {query.shape}{_of_one_device()}"
+            f"shape {query.shape}{values.of_one_device()}"
         )
 
 
@@ -117,7 +117,7 @@ def bias(value: Any, query_dtype: Any, scores: tuple[int, int, int, int]) -> jax
         raise TypeError(
             f"bias must be one of {', '.join(FLOAT_DTYPES)}, got {array.dtype}; {advice}"
         )
-    broadcasts_to_scores("bias", array, scores)
+    values.broadcasts_to_scores("bias", array, scores)
     if array.dtype not in (query_dtype, np.dtype("float32")):
         # jax.nn does the same. The gradient is returned in the given dtype.
         array = array.astype(score_dtype(query_dtype))
@@ -137,40 +137,6 @@ def sinks(value: Any, query_dtype: Any, heads: int) -> jax.Array | None:
     if array.shape != (heads,):
         raise ValueError(
             f"sinks must have one logit for each of the {heads} heads of query, shape ({heads},), "
-            f"got shape {array.shape}{_of_one_device()}"
+            f"got shape {array.shape}{values.of_one_device()}"
         )
     return array.astype(score_dtype(query_dtype))[None]
-
-
-def boolean_mask(value: Any, scores: tuple[int, int, int, int]) -> Any:
-    array = values.array("mask", value)
-    if array.dtype != np.bool_:
-        raise TypeError(
-            f"mask must be a boolean array (True = attend) or a jax_memeff.Mask, got dtype "
-            f"{array.dtype}; pass mask != 0, or an additive mask as bias"
-        )
-    broadcasts_to_scores("mask", array, scores)
-    return array
-
-
-def broadcasts_to_scores(name: str, value: Any, scores: tuple[int, int, int, int]) -> None:
-    shape = value.shape
-    if len(shape) > 4:
-        raise ValueError(f"{name} must have rank <= 4, got rank {len(shape)}: shape {shape}")
-    padded = (1,) * (4 - len(shape)) + tuple(shape)
-    if any(size not in (1, full) for size, full in zip(padded, scores, strict=True)):
-        raise ValueError(
-            f"{name} must broadcast to [B, N, T, S] = {list(scores)} (each dim 1 or full, left-"
-            f"padded with 1s), got shape {tuple(shape)}{_of_one_device()}"
-        )
-
-
-def _of_one_device() -> str:
-    """An addition to messages about sizes that differ, inside ``jax.shard_map``."""
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    if not axes:
-        return ""
-    return (
-        f"; these are the sizes on one device of jax.shard_map over {axes}: shard the batch and "
-        "the heads of query, key and value over the same axes (in_specs)"
-    )

@@ -13,6 +13,7 @@ from jax_memeff._api import argument_arrays, argument_functions, argument_masks
 from jax_memeff._api import argument_numbers as numbers
 from jax_memeff._call import dropout, functions, max_logits
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.offsets import checked as offsets_of_call
 from jax_memeff._call.operands import Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import flag
@@ -126,7 +127,7 @@ def common(
     if window is not None:
         combined &= Mask.window(*window)
 
-    offsets = argument_masks.offsets(arguments["offsets"], scores[0], scores[1])
+    offsets = offsets_of_call(arguments["offsets"], scores[0], scores[1])
     key, state = arguments["dropout_key"], None
     numbers.dropout_key(key, rate)
     if options.dropout_threshold:

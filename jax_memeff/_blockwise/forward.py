@@ -67,7 +67,7 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
             problem.zeros(*group_shape, rows.size, value_dim),
         )
         maximum, total, weighted = lax.fori_loop(0, cols.count, key_block, state)
-        has_keys = total > 0
+        has_keys = total != 0  # NaN, too, which must reach the logsumexp and the gradients
         # A row without keys is divided by 1, so that neither value nor derivative is NaN.
         total = jnp.where(has_keys, total, 1)
         out = weighted * (problem.options.kept_scale / total)[..., None]

@@ -19,12 +19,12 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 from jax_memeff._call.offsets import Index, Offsets
 from jax_memeff._call.operands import DropoutState, Operands
 from jax_memeff._call.options import RANDOM_BLOCK, Options
-from jax_memeff._call.values import static_number
+from jax_memeff._call.values import static_integer, static_number
 
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -37,11 +37,14 @@ def threshold(rate: float) -> int:
     """The threshold T, ``floor(256 * rate + 0.5)``: an element is dropped if its byte is below.
 
     Raises:
+        TypeError: ``rate`` is not a number, or traced.
         ValueError: ``rate`` is not in [0, 1], or is above 0 and rounds to never or to always.
 
     >>> threshold(0.1), threshold(0.0)
     (26, 0)
     """
+    if not isinstance(rate, float):
+        rate = static_number("dropout_rate", rate, "pass a Python number")
     if not 0 <= rate <= 1:
         raise ValueError(f"dropout_rate: expected a number in [0, 1), got {rate}")
     byte = math.floor(256 * rate + 0.5)
@@ -209,9 +212,20 @@ def state(
         num_heads: N, the number of query heads of this call.
         offsets: the global index of this call's first batch index and head; None is 0 for both.
 
+    Raises:
+        TypeError: a size is not a Python integer, or ``offsets`` are not Offsets.
+        ValueError: a size is negative.
+
     >>> state(jax.random.key(0), 2, 4).batch_base
     Array([0, 4], dtype=uint32)
     """
+    for name, size in (("batch", batch), ("num_heads", num_heads)):
+        if export.is_symbolic_dim(size):
+            continue
+        if static_integer(name, size, "a Python integer", "make it static") < 0:
+            raise ValueError(f"{name} must be at least 0, got {size}")
+    if not isinstance(offsets, Offsets | None):
+        raise TypeError(f"offsets must be jax_memeff.Offsets or None, got {offsets!r:.80}")
     offsets = Offsets() if offsets is None else offsets
     global_heads = num_heads if offsets.num_heads is None else offsets.num_heads
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_memeff._call.values import clipped
+from jax_memeff._call.values import INT32_MAX, array, clipped, is_host
 
 Index = int | np.integer | np.ndarray | jax.Array
 
@@ -73,3 +73,58 @@ class Offsets:
             return jnp.asarray(clipped(value, 0, MOST_POSITION))
 
         return Position(index(self.query), index(self.key))
+
+
+def checked(value: Any, batch: int, heads: int) -> Offsets | None:
+    """``Offsets`` of integers in range, for a call with batch size B and N heads; or None.
+
+    The offsets of query and key are scalars, or have one entry for each batch index. The others are
+    scalars.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Offsets):
+        raise TypeError(f"offsets must be jax_memeff.Offsets or None, got {type(value).__name__}")
+    known: dict[str, int] = {}
+    for field in dataclasses.fields(value):
+        name, number = field.name, getattr(value, field.name)
+        if name == "num_heads" and number is None:
+            known[name] = heads
+            continue
+        scalar = array(f"offsets.{name}", number)
+        is_position = name in ("query", "key")
+        shapes = [(), (batch,)] if is_position else [()]
+        if scalar.shape not in shapes or not jnp.issubdtype(scalar.dtype, jnp.integer):
+            raise TypeError(
+                f"offsets.{name} must be an int or an integer array of shape "
+                f"{' or '.join(map(str, shapes))}, got dtype "
+                f"{scalar.dtype}, shape {tuple(scalar.shape)}"
+            )
+        if is_host(scalar) and scalar.size:
+            known[name], least = int(scalar.max()), int(scalar.min())
+            most = MOST_POSITION if is_position else INT32_MAX
+            if least < 0:
+                raise ValueError(f"offsets.{name} must be >= 0, got {least}")
+            if known[name] > most:
+                raise ValueError(f"offsets.{name} must be in [0, {most}], got {known[name]}")
+    _heads_fit(known, batch, heads)
+    return value
+
+
+def _heads_fit(known: dict[str, int], batch: int, heads: int) -> None:
+    """Check that the call's heads are among the global ones, and that uint32 can number these."""
+    if "num_heads" not in known:
+        return
+    first = known.get("head", 0)
+    if first + heads > known["num_heads"]:
+        raise ValueError(
+            f"offsets.num_heads must be at least offsets.head and the query heads of the call "
+            f"together, {first} + {heads}, got {known['num_heads']}; pass the number of query "
+            "heads of the whole problem"
+        )
+    pairs = (known.get("batch", 0) + batch) * known["num_heads"]
+    if pairs > 2**32:
+        raise ValueError(
+            "offsets.batch and the batch of the call together, times offsets.num_heads, must be at "
+            f"most {2**32}, got {pairs}: random bits number them in 32 bits"
+        )

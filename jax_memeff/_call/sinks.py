@@ -25,7 +25,7 @@ def joined(
         sinks: broadcasts to ``lse``; -inf is no sink, exactly.
         is_valid: likewise; rows beyond the lengths have no sink.
     """
-    is_valid &= sinks > -jnp.inf
+    is_valid &= sinks != -jnp.inf  # a sink of NaN must reach the results
     # A row that has neither keys nor a sink would subtract infinities: NaN, in derivatives too.
     lse_of_keys, sinks = (jnp.where(is_valid, x, 0) for x in (lse, sinks))
     share_of_keys = jnp.where(is_valid, jax.nn.sigmoid(lse_of_keys - sinks), 1)
@@ -51,6 +51,8 @@ def of_rows(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | boo
         rows = jnp.arange(operands.query.shape[1], dtype=lengths.dtype)
         return sinks[:, None], (rows < lengths[:, None])[..., None]
     sequences, tokens = operands.sequences, jnp.arange(operands.query.shape[1], dtype=jnp.int32)
+    if not sequences.query_lengths.size:  # JAX cannot index an empty array
+        return own[None], jnp.zeros((1, tokens.size, 1), bool)
     index = sequence_of_tokens(sequences.query_starts, operands.query.shape[1])
     place = tokens - sequences.query_starts[index]
     is_valid = (place >= 0) & (place < sequences.query_lengths[index])

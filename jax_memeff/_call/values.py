@@ -181,3 +181,27 @@ def require_static(shapes: Mapping[str, Sequence[int]], where: str, remedy: str)
         if any(export.is_symbolic_dim(size) for size in shape):
             sizes = ", ".join(map(str, shape))
             raise UnsupportedError([f"{where}, got {name} [{sizes}]", remedy])
+
+
+def broadcasts_to_scores(name: str, value: Any, scores: tuple[int, int, int, int]) -> None:
+    """Raise for an array that does not broadcast to the scores [B, N, T, S]."""
+    shape = value.shape
+    if len(shape) > 4:
+        raise ValueError(f"{name} must have rank <= 4, got rank {len(shape)}: shape {shape}")
+    padded = (1,) * (4 - len(shape)) + tuple(shape)
+    if any(size not in (1, full) for size, full in zip(padded, scores, strict=True)):
+        raise ValueError(
+            f"{name} must broadcast to [B, N, T, S] = {list(scores)} (each dim 1 or full, left-"
+            f"padded with 1s), got shape {tuple(shape)}{of_one_device()}"
+        )
+
+
+def of_one_device() -> str:
+    """An addition to messages about sizes that differ, inside ``jax.shard_map``."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if not axes:
+        return ""
+    return (
+        f"; these are the sizes on one device of jax.shard_map over {axes}: shard the batch and "
+        "the heads of query, key and value over the same axes (in_specs)"
+    )

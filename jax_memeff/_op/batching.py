@@ -163,10 +163,11 @@ def _folded(
     is_forward = isinstance(arguments, (Operands, QkvPackedOperands))
     operands, *rest = (arguments,) if is_forward else arguments
     size = next(x.array.shape[0] for x in given if x.mapped)
-    if size == 0:
+    varlen = is_varlen(operands)
+    # Calls without sequences have nothing to join.
+    if size == 0 or (varlen and _batch_of(operands) == 0):
         raise _UnfoldableError
     fold = _Fold(size, _batch_of(operands))
-    varlen = is_varlen(operands)
 
     folded = mapped(lambda item: _folded_array(fold, item, operands, options.divisors), operands)
     options = _folded_options(fold, operands, options, is_forward=is_forward)

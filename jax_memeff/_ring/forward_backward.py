@@ -73,7 +73,7 @@ def _merge(
     """Merge (out, lse) over two sets of columns, either of which may be empty."""
     (out, lse), (part_out, part_lse) = merged, part
     # In a row without columns, -inf - -inf would be NaN, in derivatives too.
-    has_columns = (lse > -jnp.inf) | (part_lse > -jnp.inf)
+    has_columns = (lse != -jnp.inf) | (part_lse != -jnp.inf)  # NaN must reach the results
     lse, part_lse = (jnp.where(has_columns, x, 0) for x in (lse, part_lse))
     total = jnp.where(has_columns, jnp.logaddexp(lse, part_lse), -jnp.inf)
     # Not exp(x - total): if the whole row has a bias of -1e9, total has no digits left to differ

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_memeff._call import values
 from jax_memeff._call.values import score_dtype
 
 
@@ -26,21 +27,39 @@ def rotary_embedding(x: jax.Array, positions: ArrayLike, base: float = 10_000.0)
         ``x``'s shape and dtype; computed in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: H is odd.
+        ValueError: H is odd, or a shape or the dtype of ``x`` is wrong.
+        TypeError: ``x`` or ``positions`` are not arrays of numbers.
 
     >>> x = jnp.ones((1, 3, 2, 4))
     >>> out = rotary_embedding(x, jnp.arange(3))
     >>> out.shape, bool(jnp.array_equal(out[:, 0], x[:, 0]))  # position 0 is not rotated
     ((1, 3, 2, 4), True)
     """
+    x = jnp.asarray(values.array("x", x))
+    if x.ndim < 3 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"x must be floats of shape [..., T, heads, H], got {x.dtype} of shape {x.shape}"
+        )
+    at = values.array("positions", positions)
+    if not _broadcasts(at.shape, x.shape[:-2]):
+        raise ValueError(
+            f"positions must broadcast to [..., T] = {list(x.shape[:-2])}, got shape {at.shape}"
+        )
     head_dim = x.shape[-1]
     if head_dim % 2:
         raise ValueError(f"a rotary embedding needs an even head dim, got {head_dim}")
     dtype = score_dtype(x.dtype)
     half = head_dim // 2
     frequency = base ** (-jnp.arange(half, dtype=dtype) / half)
-    angle = jnp.asarray(positions, dtype)[..., None] * frequency
+    angle = jnp.asarray(at, dtype)[..., None] * frequency
     cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
     first, second = jnp.split(x.astype(dtype), 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    try:
+        return jnp.broadcast_shapes(shape, target) == target
+    except ValueError:
+        return False

@@ -54,6 +54,9 @@ def test_import_is_light():
 @pytest.mark.quick
 def test_public_names():
     public = {name for name in dir(jax_memeff) if not name.startswith("_")}
+    star: dict[str, object] = {}
+    exec("from jax_memeff import *", star)
+    assert star.keys() - {"__builtins__"} == public
     assert public == {
         "CompileError",
         "Mask",

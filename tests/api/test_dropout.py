@@ -113,8 +113,24 @@ def test_threshold():
     for rate in ("0.1", None, 0.1j):
         with pytest.raises(TypeError, match="rate must be a number, got"):
             dropout.realised_rate(rate)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="dropout_rate must be a number, got"):
+            dropout.threshold(rate)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="rate must be a static number, got a traced value"):
         jax.jit(dropout.realised_rate)(0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("x", 2), TypeError, "batch must be a Python integer, got 'x'"),
+        ((2, 1.5), TypeError, "num_heads must be a Python integer, got 1.5"),
+        ((2, -1), ValueError, "num_heads must be at least 0, got -1"),
+        ((2, 2, 3), TypeError, "offsets must be jax_memeff.Offsets or None, got 3"),
+    ],
+)
+def test_wrong_arguments_of_state(arguments, error, message):
+    with pytest.raises(error, match=message):
+        dropout.state(jax.random.key(0), *arguments)
 
 
 def test_typed_and_legacy_keys():

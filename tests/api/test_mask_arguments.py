@@ -1,13 +1,47 @@
-"""Masks, lengths and positions as arguments: what a call refuses, and what it takes."""
+"""Masks, lengths and positions as arguments: what a call refuses, and what it takes.
+
+Masks whose arrays do not fit what they are used for, and masks of calls without elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import zeros
 from test_bad_input import attention, good
 
 import jax_memeff
-from jax_memeff import Mask, Offsets
+from jax_memeff import Mask, Offsets, dot_product_attention
+
+B, N, T, S = 2, 4, 16, 20
+QUERY, KEY = zeros(B, T, N, 8), zeros(B, S, N, 8)
+
+MISFITS = {
+    "lengths": (
+        Mask.lengths(key=np.array([1, 2, 3])),
+        r"key lengths must have shape \[B\] = \[2\], got",
+    ),
+    "long": (
+        Mask.lengths(key=np.array([1, 99])),
+        r"key lengths must be in \[0, 20\], got 99 at index 1",
+    ),
+    "segments": (
+        Mask.segments(np.zeros(5, int), np.zeros(S, int)),
+        r"query segment ids must have shape \[2, 16\] or \[16\], got \(5,\)",
+    ),
+    "boolean": (
+        Mask.boolean(np.ones((5, 7), bool)),
+        r"mask must broadcast to \[B, N, T, S\] = \[2, 4, 16, 20\]",
+    ),
+    "lists": (
+        Mask.kv_blocks(np.array([[0], [1]])),
+        r"KV block indices must have shape \[2 or 1, 4 or 1, 1, n\]",
+    ),
+}
 
 
 @pytest.mark.parametrize("field", ["top_left", "bottom_right"])
@@ -66,3 +100,92 @@ def test_device_lengths_are_clamped(assert_close):
         attention(**operands, **lengths, return_residual=True),
         attention(**operands, **clamped, return_residual=True),
     )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("invert", [False, True], ids=["", "not"])
+@pytest.mark.parametrize("name", MISFITS)
+def test_arrays_that_do_not_fit(name, invert):
+    mask, message = MISFITS[name]
+    mask = ~mask if invert else mask
+    uses = [
+        lambda: mask.blocks(QUERY, KEY),
+        lambda: dot_product_attention(QUERY, KEY, KEY, mask=mask),
+    ]
+    if name != "long":  # it is clamped there
+        uses.append(lambda: mask.as_array(B, N, T, S))
+    for use in uses:
+        with pytest.raises(ValueError, match=message):
+            use()
+
+
+def test_pictures_of_arrays_that_do_not_fit():
+    # The batch and the heads of a picture are those of the mask.
+    for name in ("segments", "boolean", "lists"):
+        mask, message = MISFITS[name]
+        expected = message.replace(r"\[2, 16\]", r"\[1, 16\]").replace("2, 4, ", "1, 1, ")
+        with pytest.raises(ValueError, match=expected.replace("2 or 1, 4 or 1", "1 or 1, 1 or 1")):
+            mask.picture(T, S)
+
+
+ANYTHING: Any = "x"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda m: m.blocks(None, KEY), TypeError, "Mask.blocks: query must be an array, got None"),
+        (lambda m: m.blocks(QUERY, "k"), TypeError, "Mask.blocks: key must be an array, got str"),
+        (lambda m: m.blocks(QUERY, KEY[:1]), ValueError, "key must have the batch .* 2, got 1"),
+        (lambda m: m.blocks(QUERY, KEY, ANYTHING), TypeError, "offsets must be jax_memeff.Offsets"),
+        (
+            lambda m: m.blocks(QUERY, KEY, Offsets(query=np.array([1, 2, 3]))),
+            TypeError,
+            r"offsets.query must be an int or an integer array of shape \(\) or \(2,\), got .* \(3",
+        ),
+        (lambda m: m.as_array(1, 1, -1, 4), ValueError, "T must be at least 0, got -1"),
+        (lambda m: m.as_array(1, None, 4, 4), TypeError, "N must be a Python integer, got None"),
+        (lambda m: m.as_array(1, 1, 4, 2**31), ValueError, "S must be at most 2147483647, got 214"),
+        (lambda m: m.picture(4, tile=8), TypeError, r"tile must be \(rows, columns\), got 8"),
+        (lambda m: m.picture(4, tile=(8,)), TypeError, r"tile must be \(rows, columns\), got \(8,"),
+        (lambda m: m.picture(4, batch=2**31), ValueError, r"batch must be in .* got 2147483648"),
+        (lambda m: m.picture(4, offsets=ANYTHING), TypeError, "offsets must be jax_memeff.Offsets"),
+    ],
+)
+def test_wrong_arguments(use, error, message):
+    with pytest.raises(error, match=message):
+        use(Mask.function(lambda b, h, q, k: k <= q))
+
+
+def masks_of(B: int, T: int, S: int) -> dict[str, Mask]:
+    lists = np.zeros((1, 1, -(-T // 128), 2), int)
+    ids = np.zeros((B, T), int), np.zeros((B, S), int)
+    causal = Mask.causal()
+    return {
+        "lists": Mask.kv_blocks(lists),
+        "boolean": Mask.boolean(np.ones((B, 1, T, S), bool)) | causal,
+        "segments": ~Mask.segments(*ids),
+        "lengths": Mask.lengths(query=np.zeros(B, int), key=np.zeros(B, int)) | causal,
+    }
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)], ids=str)
+def test_calls_without_elements(sizes):
+    """JAX cannot index an empty array, not even in a program that never does it."""
+    batch, rows, columns = sizes
+    query = jnp.ones((batch, rows, 2, 8))
+    key = value = jnp.ones((batch, columns, 2, 8))
+    for name, mask in masks_of(*sizes).items():
+
+        def gradients(query, key, value, mask=mask):
+            def loss(*qkv):
+                out, lse = dot_product_attention(*qkv, mask=mask, return_residual=True)
+                return out.sum(), (out, lse)
+
+            return jax.grad(loss, (0, 1, 2), has_aux=True)(query, key, value)
+
+        found, (out, lse) = jax.jit(gradients)(query, key, value)
+        assert not any(x.any() for x in (out, *found)), name
+        assert out.shape == query.shape and (lse == -jnp.inf).all(), name
+        assert mask.blocks(query, key).as_array(batch, 2, rows, columns).size == 0

@@ -357,3 +357,25 @@ def test_memory_does_not_grow_with_the_longest_sequence():
 
     for transform in (lambda run: run, lambda run: jax.grad(run, (0, 1)), hessian):
         assert bytes_of(10_000_000, transform) <= bytes_of(10, transform) + 1024
+
+
+@pytest.mark.parametrize("use_sinks", [False, True], ids=["", "sinks"])
+def test_no_sequences(use_sinks):
+    """One start and no sequence: every token belongs to none, under ``jax.vmap``, too."""
+    tokens, starts = jnp.ones((3, 5, 4, 8)), jnp.zeros(1, int)
+    sinks = jnp.ones(4) if use_sinks else None
+
+    @jax.jit
+    def results(tokens):
+        def loss(tokens, sinks):
+            arrays = tokens, tokens, tokens, starts, starts
+            out, lse = jax_memeff.varlen_attention(*arrays, 5, 5, sinks=sinks, return_residual=True)
+            return out.sum(), (out, lse)
+
+        wanted = (0, 1) if use_sinks else 0
+        return jax.grad(loss, wanted, has_aux=True)(tokens, sinks)
+
+    for found in (results(tokens[0]), jax.vmap(results)(tokens)):
+        gradients, (out, lse) = found
+        assert not any(x.any() for x in (out, *jax.tree.leaves(gradients)))
+        assert (lse == -jnp.inf).all()

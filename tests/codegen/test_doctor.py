@@ -161,13 +161,17 @@ def test_build_writes_an_archive(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_MEMEFF_KERNELS", str(path))
     assert cli.main(["info"]) == 0
     assert f"{path}: {expected} kernels for sm_90a, by jax_memeff" in capsys.readouterr().out
+    # Whether it can be written is known before the kernels are compiled.
+    monkeypatch.setattr(cli, "compile_many", lambda *_: pytest.fail("kernels were compiled"))
     for wrong in (
         ["--models", "llama", "--head-dim", "64"],
         ["--models", "lama"],
         ["--models", "llama", "--output", str(tmp_path / "no" / "kernels.zip")],
+        ["--models", "llama", "--output", str(tmp_path)],
     ):
         with pytest.raises(SystemExit):
             cli.main(["build", "--arch", "sm_90a", *wrong])
     errors = capsys.readouterr().err
     assert "--models or a problem, not both" in errors and "got 'lama'" in errors
-    assert "kernels.zip cannot be written" in errors
+    assert f"kernels.zip cannot be written: {tmp_path / 'no'} is no directory" in errors
+    assert f"--output {tmp_path} cannot be written: it is a directory" in errors

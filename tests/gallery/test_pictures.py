@@ -158,6 +158,21 @@ def test_values_that_are_all_masked_or_equal():
             ValueError,
             r"head must be in \[0, 1\), got 1",
         ),
+        (
+            lambda: jax_memeff.picture(*[jnp.ones((1, 0, 1, 8))] * 3),
+            ValueError,
+            r"at least one .* row and column, got scores \[B, N, T, S\] = \[1, 1, 0, 0\]",
+        ),
+        (
+            lambda: jax_memeff.picture(*[jnp.ones((1, 4, 1, 8))] * 3, batch=NOT_A_SIZE),
+            TypeError,
+            "batch must be a Python integer, got 4.0",
+        ),
+        (
+            lambda: jax_memeff.picture(*[jnp.ones((1, 4, 1, 8))] * 3, arch=NOT_A_SIZE),
+            TypeError,
+            "arch must be a name such as 'sm_90a', or None, got 4.0",
+        ),
     ],
 )
 def test_errors(call, error, message):

@@ -414,3 +414,28 @@ def test_sinks_are_a_parameter_of_both(assert_close):
     query, key, value = (getattr(layer, name)(x) for name in ("query", "key", "value"))
     out = jax_memeff.dot_product_attention(query, key, value, sinks=jnp.zeros(4))
     assert_close(layer(x), layer.out(out), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("x", "positions", "error", "message"),
+    [
+        (None, np.arange(3), TypeError, "x must be an array, got NoneType"),
+        (
+            np.ones((3, 4)),
+            np.arange(3),
+            ValueError,
+            r"floats of shape .* got float32 of shape \(3, ",
+        ),
+        (np.ones((3, 2, 4), int), np.arange(3), ValueError, "x must be floats .* got int32 of"),
+        (
+            np.ones((3, 2, 4)),
+            np.arange(5),
+            ValueError,
+            r"broadcast to .* = \[3\], got shape \(5,\)",
+        ),
+        (np.ones((3, 2, 4)), None, TypeError, "positions must be an array, got NoneType"),
+    ],
+)
+def test_wrong_arguments_of_rotary_embedding(x, positions, error, message):
+    with pytest.raises(error, match=message):
+        rotary_embedding(x, positions)

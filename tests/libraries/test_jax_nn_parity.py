@@ -243,3 +243,33 @@ def test_every_argument_of_jax_nn_is_ours_in_the_same_order():
     assert {p.name: (p.kind, p.default) for p in shared} == {
         p.name: (p.kind, p.default) for p in theirs
     }
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "sinks"])
+def test_nan_propagates(name):
+    """NaN within the lengths reaches every result that depends on it, as in ``jax.nn``."""
+    query, key, value = operands()
+    sinks = jnp.zeros(N)
+    given = {"query": query, "key": key, "value": value, "sinks": sinks}
+    given[name] = given[name].at[(1,) * given[name].ndim].set(jnp.nan)
+
+    def ours(query, key, value, sinks):
+        return OURS(query, key, value, sinks=sinks, return_residual=True)
+
+    def dense(query, key, value, sinks):
+        # A sink is a key of which the scores are the bias, and the value is 0.
+        padded = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (key, value))
+        bias = jnp.zeros((1, N, 1, S + 1)).at[..., S].set(sinks[:, None])
+        return THEIRS(query, *padded, bias=bias, return_residual=True)
+
+    def are_nan(attention):
+        def loss(*arrays):
+            out, lse = attention(*arrays)
+            return out.sum(), (out, lse)
+
+        gradients, results = jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*given.values())
+        return jax.tree.map(jnp.isnan, (*results, *gradients))
+
+    found = unoptimised(lambda: (are_nan(ours), are_nan(dense)))()
+    for where, (got, want) in zip(("out", "lse", *given), zip(*found, strict=True), strict=True):
+        np.testing.assert_array_equal(got, want, err_msg=where)

@@ -17,6 +17,7 @@ from jax_memeff._call.mask.pictures.picture import Picture, elements, of_canonic
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
+from jax_memeff._call.values import static_integer
 from jax_memeff._cuda.lowering import kernel_of
 from jax_memeff._cuda.problem import Call
 from jax_memeff._functions.evaluate import evaluate
@@ -52,7 +53,8 @@ def picture(
 
     Raises:
         TypeError: an argument is traced, or wrong as ``dot_product_attention`` says.
-        ValueError: ``batch`` or ``head`` is out of range, or an argument is wrong.
+        ValueError: ``batch`` or ``head`` is out of range, there are no scores, or an argument is
+            wrong.
         jax_memeff.UnsupportedError: there is no kernel for the call on ``arch``.
 
     >>> import jax.numpy as jnp, jax_memeff
@@ -79,10 +81,18 @@ def picture(
                 "outside jax.jit, jax.grad and jax.vmap"
             )
     operands, options, _ = api.prepare(query, key, value, bias, mask, **arguments)
+    if 0 in operands.scores:
+        raise ValueError(
+            "a picture needs at least one batch index, head, row and column, got scores "
+            f"[B, N, T, S] = {list(operands.scores)}"
+        )
     for name, index, size in zip(("batch", "head"), (batch, head), operands.scores, strict=False):
+        static_integer(name, index, "a Python integer", "draw it outside of jax.jit")
         if not 0 <= index < size:
             raise ValueError(f"{name} must be in [0, {size}), got {index}")
     tile, title = _TILE, ""
+    if not isinstance(arch, str | None):
+        raise TypeError(f"arch must be a name such as 'sm_90a', or None, got {arch!r:.80}")
     if arch is not None:
         spec = kernel_of(Call(operands, options, None), arch)
         tile, title = (spec.tile.query, spec.tile.key), spec.name

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_memeff._api import argument_arrays, argument_masks, argument_numbers
+from jax_memeff._api import argument_arrays, argument_numbers
 from jax_memeff._api.paged.shapes import gathered, with_leading
 from jax_memeff._call import values
+from jax_memeff._call.mask import checks
 from jax_memeff._call.sequences import starts_and_lengths
 from jax_memeff.codegen.features.pages import MULTIPLE
 
@@ -92,7 +93,7 @@ def table(value: Any, key_pages: jax.Array) -> jax.Array:
 
 def lengths(value: Any, batch: int, longest: int) -> jax.Array:
     """``kv_lengths`` as int32[B] in [0, longest]."""
-    array = argument_masks.lengths("kv_lengths", value, batch, longest)
+    array = checks.lengths("kv_lengths", value, batch, longest)
     # Starts are computed from the lengths, so every device needs all of them.
     return gathered(jnp.asarray(values.clipped(array, 0, longest)))
 

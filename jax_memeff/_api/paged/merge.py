@@ -48,7 +48,7 @@ def merge_attention(
     >>> bool(jnp.allclose(out, attention(query, key, value), atol=1e-5))
     True
     """
-    if not isinstance(parts, Iterable):
+    if not isinstance(parts, Iterable) or getattr(parts, "ndim", 1) == 0:
         raise TypeError(
             f"parts must be a list of pairs (out, lse), got {parts!r:.80} of type "
             f"{type(parts).__name__}"

@@ -11,8 +11,8 @@ from jax_memeff._call.values import static_integer
 from jax_memeff.codegen.features.pages import MULTIPLE
 from jax_memeff.errors import OutOfPagesError
 
-_MOST_PAGES = np.iinfo(np.int32).max
-"""Page tables are int32."""
+_INT32_MAX = np.iinfo(np.int32).max
+"""Page tables and ``kv_lengths`` are int32."""
 
 
 class PageCopy(NamedTuple):
@@ -69,7 +69,7 @@ free a sequence, or wait until one ends
     """
 
     def __init__(self, pages: int, page_size: int):
-        self._pages = _count("pages", pages, 1, _MOST_PAGES)
+        self._pages = _count("pages", pages, 1, _INT32_MAX)
         self._page_size = _count("page_size", page_size, MULTIPLE)
         if self._page_size % MULTIPLE:
             raise ValueError(f"page_size must be a multiple of {MULTIPLE}, got {self._page_size}")
@@ -104,8 +104,9 @@ free a sequence, or wait until one ends
 
         Raises:
             OutOfPagesError: there are too few free pages.
+            ValueError: there are more tokens than int32 counts.
         """
-        tokens = _count("tokens", tokens)
+        tokens = _length(_count("tokens", tokens))
         return self._new(self._take(self._pages_for(tokens)), tokens)
 
     def grow(self, sequence: int, tokens: int = 1) -> None:
@@ -113,10 +114,10 @@ free a sequence, or wait until one ends
 
         Raises:
             OutOfPagesError: there are too few free pages.
-            ValueError: there is no such sequence.
+            ValueError: there is no such sequence, or it would have more tokens than int32 counts.
         """
         own = self._sequence(sequence)
-        length = own.length + _count("tokens", tokens)
+        length = _length(own.length + _count("tokens", tokens))
         own.pages += self._take(self._pages_for(length) - len(own.pages))
         own.length = length
 
@@ -203,7 +204,7 @@ free a sequence, or wait until one ends
         Raises:
             ValueError: a sequence has more pages, or there is no such sequence.
         """
-        names = list(sequences)
+        names = _names(sequences)
         found = np.full((len(names), _count("max_pages", max_pages)), -1, np.int32)
         for row, name in zip(found, names, strict=True):
             pages = self._sequence(name).pages
@@ -217,7 +218,7 @@ free a sequence, or wait until one ends
 
     def lengths(self, sequences: Iterable[int]) -> np.ndarray:
         """The ``kv_lengths`` of these sequences, int32[B]."""
-        return np.array([self._sequence(name).length for name in sequences], np.int32)
+        return np.array([self._sequence(name).length for name in _names(sequences)], np.int32)
 
     def _new(self, pages: list[int], length: int) -> int:
         name = self._next
@@ -251,6 +252,24 @@ free a sequence, or wait until one ends
             self._owners[page] -= 1
             if not self._owners[page]:
                 self._free.append(page)
+
+
+def _names(sequences: Iterable[int]) -> list[int]:
+    if not isinstance(sequences, Iterable):
+        raise TypeError(
+            f"sequences must be a list of names of sequences, got {sequences!r:.80}; pass [name]"
+        )
+    return list(sequences)
+
+
+def _length(tokens: int) -> int:
+    """The length of a sequence, if ``kv_lengths`` can hold it."""
+    if tokens > _INT32_MAX:
+        raise ValueError(
+            f"tokens: a sequence must have at most {_INT32_MAX} tokens together, got {tokens}: "
+            "kv_lengths are int32"
+        )
+    return tokens
 
 
 def _count(name: str, value: Any, least: int = 0, most: int | None = None) -> int:

@@ -17,14 +17,36 @@ from jax_memeff._call.values import INT32_MAX
 
 def scores(query: Any, key: Any) -> tuple[int, int, int, int]:
     """(B, N, T, S) from the shapes of a query and a key."""
-    shapes = [tuple(x.shape) for x in (query, key)]
+    shapes = [_shape(name, x) for name, x in (("query", query), ("key", key))]
     if len(shapes[0]) != len(shapes[1]) or len(shapes[0]) not in (3, 4):
         raise ValueError(
             "Mask.blocks: query and key must have shapes [B, T, N, H] and [B, S, K, H], or both "
             f"lack B, got {shapes[0]} and {shapes[1]}"
         )
-    (*batch, rows, heads, _), columns = shapes[0], shapes[1][-3]
+    (*batch, rows, heads, _), (*key_batch, columns, _, _) = shapes
+    if batch != key_batch:
+        raise ValueError(
+            f"Mask.blocks: key must have the batch size of query, {batch[0]}, got {key_batch[0]} "
+            f"in shape {shapes[1]}"
+        )
     return batch[0] if batch else 1, heads, rows, columns
+
+
+def _shape(name: str, x: Any) -> tuple[int, ...]:
+    shape = getattr(x, "shape", None)
+    if not isinstance(shape, tuple):
+        raise TypeError(f"Mask.blocks: {name} must be an array, got {type(x).__name__}")
+    return shape
+
+
+def size(name: str, value: Any, least: int = 0) -> int:
+    """A number of rows, columns, heads or batch indices."""
+    number = values.static_integer(name, value, "a Python integer", "make it static")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    if number > INT32_MAX:
+        raise ValueError(f"{name} must be at most {INT32_MAX}, got {number}")
+    return number
 
 
 def not_a_mask(other: object) -> TypeError:

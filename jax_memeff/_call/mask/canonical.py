@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jax_memeff._call.mask import arguments, expression, segment_ids, tiles
+from jax_memeff._call.mask import arguments, checks, expression, segment_ids, tiles
 from jax_memeff._call.mask.kv_blocks import KvBlocks
 from jax_memeff._call.offsets import Position
 from jax_memeff._functions.evaluate import evaluate
@@ -53,7 +53,10 @@ def as_array(
     mask: Mask, B: int, N: int, T: int, S: int, position: Position | None = None
 ) -> jax.Array:
     """See :meth:`Mask.as_array`."""
-    mask = canonical(mask, B, T, S)
+    B, N, T, S = (
+        arguments.size(name, value) for name, value in zip("BNTS", (B, N, T, S), strict=True)
+    )
+    mask = canonical(checks.of_mask(mask, (B, N, T, S), clamps=True), B, T, S)
     frame = expression.Frame.of(mask, (T, S))._replace(position=position)
     mask = expression.compiled(mask, frame)
     valid = tiles.valid_elements(mask, (T, S), (0, 0), (T, S), position)

@@ -131,14 +131,14 @@ def holds(mask: Mask, element: Element, frame: Frame) -> jax.Array:
     conditions = [jnp.bool_(True), *_windows(mask, element, place, frame)]
     for lengths, index in ((mask.query_lengths, place.query), (mask.key_lengths, place.key)):
         if lengths is not None:
-            conditions.append(index < lengths[place.batch])
+            conditions.append(index < _read(lengths, place.batch))
     for query_ids, key_ids in mask.segment_ids:
         own = _id(query_ids, place.batch, place.query, frame.query_starts)
         other = _id(key_ids, place.batch, place.key, frame.key_starts)
         conditions.append((own == other) & (own >= 0))
     for array in mask.booleans:
         indices = (0 if size == 1 else x for size, x in zip(array.shape, place, strict=True))
-        conditions.append(array[tuple(indices)])
+        conditions.append(_read(array, *indices))
     for table in mask.block_lists:
         assert isinstance(table, BlockTable), "masks are canonical here"
         conditions.append(table.holds(*place))
@@ -180,13 +180,18 @@ def _windows(mask: Mask, element: Element, place: Element, frame: Frame) -> list
 def _id(ids: jax.Array, batch: jax.Array, index: jax.Array, starts: jax.Array | None) -> jax.Array:
     """The id of a row or column, from ids [B, positions], or [1, tokens] for packed sequences."""
     if starts is None:
-        return ids[batch, index]
-    return ids[0, starts[batch] + index]
+        return _read(ids, batch, index)
+    return _read(ids, 0, _read(starts, batch) + index)
 
 
 def _at(x: Any, batch: jax.Array) -> Any:
     """The number of a batch index; the same for all if it is a scalar."""
-    return jnp.asarray(x)[batch] if getattr(x, "ndim", 0) else _int32(x)
+    return _read(jnp.asarray(x), batch) if getattr(x, "ndim", 0) else _int32(x)
+
+
+def _read(array: jax.Array, *index: Any) -> jax.Array:
+    """One element of an array. JAX cannot index an empty one, which no element of a call reads."""
+    return array[index] if array.size else jnp.zeros((), array.dtype)
 
 
 def _int32(x: Any) -> Any:

@@ -107,6 +107,8 @@ class BlockTable:
             lax.div(jnp.asarray(x), jnp.asarray(size, jnp.int32))
             for x, size in zip((row, column), self.block_size, strict=True)
         )
+        if not self.listed.size:  # JAX cannot index it, and the call has no element that reads it
+            return jnp.bool_(False)
         place = (batch, head, *blocks)
         own = tuple(
             x if axis >= 2 or size != 1 else 0

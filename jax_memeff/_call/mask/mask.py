@@ -15,6 +15,7 @@ from jax_memeff._call import values
 from jax_memeff._call.mask import (
     arguments,
     canonical,
+    checks,
     computed_blocks,
     segment_ids,
 )
@@ -23,6 +24,7 @@ from jax_memeff._call.mask.pictures.picture import Picture
 from jax_memeff._call.mask.pictures.picture import of_mask as picture_of_mask
 from jax_memeff._call.mask.window import Alignment, TracedWindow, Window
 from jax_memeff._call.offsets import Offsets, Position
+from jax_memeff._call.offsets import checked as offsets_of_call
 from jax_memeff._functions.trace import traced_mask_function
 from jax_memeff.codegen.functions.program import Program
 
@@ -371,6 +373,11 @@ class Mask:
             rings compute their own block masks. A mask of only windows and lengths needs no block
             mask and is returned unchanged.
 
+        Raises:
+            TypeError: ``query`` or ``key`` is not an array, or ``offsets`` are not Offsets.
+            ValueError: their shapes do not match each other or an array of the mask, or a length
+                or an offset is out of range.
+
         >>> import jax.numpy as jnp
         >>> query = key = jnp.ones((1, 256, 2, 8))
         >>> documents = jnp.arange(256) // 100
@@ -382,8 +389,9 @@ class Mask:
                [0, 2, 2, 2]], dtype=uint8)
         """
         scores = arguments.scores(query, key)
-        checked = self.without_block_masks()
-        return computed_blocks.with_blocks(checked, scores, offsets)
+        checked = checks.of_mask(self.without_block_masks(), scores)
+        place = offsets_of_call(offsets, *scores[:2])
+        return computed_blocks.with_blocks(checked, scores, place)
 
     def picture(
         self,
@@ -407,7 +415,8 @@ class Mask:
 
         Raises:
             TypeError: the mask is traced, or a size is not an integer.
-            ValueError: a size is below 1, or the mask has no such batch index or head.
+            ValueError: a size is below 1, an array of the mask does not have these sizes, or the
+                mask has no such batch index or head.
 
         >>> Mask.causal().picture(512).classes
         array([[2, 0, 0, 0],
@@ -495,5 +504,9 @@ class Mask:
 
         Args:
             position: global index of row 0 and column 0, from which windows count.
+
+        Raises:
+            TypeError: a size is not a Python integer.
+            ValueError: a size is negative, or an array of the mask does not have these sizes.
         """
         return canonical.as_array(self, B, N, T, S, position)

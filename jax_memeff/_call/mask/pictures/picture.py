@@ -10,10 +10,12 @@ import numpy as np
 from jax.core import Tracer
 
 from jax_memeff._call import values
-from jax_memeff._call.mask import expression
+from jax_memeff._call.mask import checks, expression
+from jax_memeff._call.mask.arguments import size
 from jax_memeff._call.mask.kv_blocks import BlockTable
 from jax_memeff._call.mask.pictures import figure, text, tile_classes
 from jax_memeff._call.offsets import Offsets
+from jax_memeff._call.offsets import checked as offsets_of_call
 
 if TYPE_CHECKING:
     from jax_memeff._call.mask.mask import Mask
@@ -85,8 +87,10 @@ def of_mask(
         ValueError: a size is below 1, or ``batch`` or ``head`` is beyond the arrays of the mask.
     """
     T, S = sizes if sizes[1] is not None else (sizes[0], sizes[0])
+    if not isinstance(tile, tuple | list) or len(tile) != 2:
+        raise TypeError(f"tile must be (rows, columns), got {tile!r:.80}")
     named = {"T": T, "S": S, "rows of tile": tile[0], "columns of tile": tile[1]}
-    rows, columns, *own_tile = (_size(name, value) for name, value in named.items())
+    rows, columns, *own_tile = (size(name, value, 1) for name, value in named.items())
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((mask, offsets))):
         raise TypeError(
             "a picture needs a mask with concrete values, got a traced one; draw it outside "
@@ -99,8 +103,13 @@ def of_mask(
         )
     ]
     scores = counts[0], counts[1], rows, columns
+    # A mask that is the same for all batch indices may have one offset for each of them.
+    of_batch: list[Any] = [getattr(offsets, name, None) for name in ("query", "key")]
+    batches = [counts[0], *(x.size for x in of_batch if getattr(x, "ndim", 0) == 1)]
+    offsets = offsets_of_call(offsets, max(batches), counts[1])
+    mask = checks.of_mask(mask.without_block_masks(), scores, clamps=True)
     return of_canonical(
-        mask.without_block_masks().canonical(counts[0], rows, columns),
+        mask.canonical(counts[0], rows, columns),
         scores,
         (own_tile[0], own_tile[1]),
         batch=batch,
@@ -175,18 +184,11 @@ def _sample(size: int) -> np.ndarray:
     return np.arange(MOST_ELEMENTS) * size // MOST_ELEMENTS
 
 
-def _size(name: str, value: Any) -> int:
-    size = values.static_integer(name, value, "a Python integer", "draw it outside of jax.jit")
-    if size < 1:
-        raise ValueError(f"{name} must be at least 1, got {size}")
-    return size
-
-
 def _count(name: str, index: Any, sizes: set[int]) -> int:
     """The number of batch indices, or of heads, of the call that is drawn."""
     index = values.static_integer(name, index, "a Python integer", "draw it outside of jax.jit")
     count = max(sizes, default=1)
-    if count == 1 and index >= 0:
+    if count == 1 and 0 <= index < values.INT32_MAX:
         return index + 1
     if not 0 <= index < count:
         raise ValueError(f"{name} must be in [0, {count}), the size of the mask, got {index}")

@@ -1,0 +1,157 @@
+"""Whether a mask fits a call: the shapes of its arrays, and the values that the host can read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jax_memeff._call import values
+from jax_memeff._call.mask.computed_blocks import BLOCK
+from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
+
+if TYPE_CHECKING:
+    from jax_memeff._call.mask.mask import Mask
+
+Scores = tuple[int, int, int, int]
+"""B, N, T and S of a call."""
+
+
+def of_mask(
+    mask: Mask, scores: Scores, tokens: tuple[int, int] | None = None, *, clamps: bool = False
+) -> Mask:
+    """The mask with lengths in arrays, each of its arrays checked against the scores.
+
+    Args:
+        mask: not canonical, or canonical.
+        scores: of the call.
+        tokens: of query and key, if sequences are packed: there is a segment id for each of them.
+        clamps: whether lengths out of range are allowed, because they are clamped.
+
+    Raises:
+        ValueError: a shape does not fit, or a length in a NumPy array is out of range.
+        TypeError: a field does not have the type that the constructors of masks give it.
+    """
+    _fields(mask)
+    mask = dataclasses.replace(
+        mask,
+        excluded=tuple(of_mask(other, scores, tokens, clamps=clamps) for other in mask.excluded),
+    )
+    batch, _, rows, columns = scores
+    longest = {"query lengths": None, "key lengths": None}
+    if not clamps:
+        longest = {"query lengths": rows, "key lengths": columns}
+    first, *more = (
+        tuple(
+            None if own is None else lengths(name, own, batch, most)
+            for (name, most), own in zip(longest.items(), pair, strict=True)
+        )
+        for pair in ((mask.query_lengths, mask.key_lengths), *mask.more_lengths)
+    )
+    mask = dataclasses.replace(
+        mask, query_lengths=first[0], key_lengths=first[1], more_lengths=tuple(more)
+    )
+    if tokens is not None:
+        batch, (rows, columns) = 1, tokens
+    for query_ids, key_ids in mask.segment_ids:
+        _segment_ids("query segment ids", query_ids, batch, rows)
+        _segment_ids("key segment ids", key_ids, batch, columns)
+    for array in mask.booleans:
+        boolean(array, scores)
+    for lists in mask.block_lists:
+        _block_lists(lists, scores)
+    for levels in mask.block_masks:
+        _block_mask(levels, scores)
+    return mask
+
+
+def lengths(name: str, value: Any, batch: int, longest: int | None) -> Any:
+    """Lengths [B] in [0, longest], or any if that is None; only host values can be compared."""
+    array = values.integers(name, value)
+    if array.shape != (batch,):
+        raise ValueError(f"{name} must have shape [B] = [{batch}], got shape {tuple(array.shape)}")
+    if values.is_host(array) and longest is not None:
+        wrong = np.flatnonzero((array < 0) | (array > longest))
+        if wrong.size:
+            index = int(wrong[0])
+            raise ValueError(
+                f"{name} must be in [0, {longest}], got {array[index]} at index {index}"
+            )
+    return array
+
+
+def boolean(value: Any, scores: Scores) -> Any:
+    """A boolean array that broadcasts to the scores."""
+    array = values.array("mask", value)
+    if array.dtype != np.bool_:
+        raise TypeError(
+            f"mask must be a boolean array (True = attend) or a jax_memeff.Mask, got dtype "
+            f"{array.dtype}; pass mask != 0, or an additive mask as bias"
+        )
+    values.broadcasts_to_scores("mask", array, scores)
+    return array
+
+
+def _segment_ids(name: str, value: Any, batch: int, length: int) -> None:
+    array = values.integers(name, value)
+    if array.shape not in ((batch, length), (length,)):
+        raise ValueError(
+            f"{name} must have shape [{batch}, {length}] or [{length}], got {tuple(array.shape)}"
+        )
+
+
+def _block_mask(levels: Any, scores: Scores) -> None:
+    """Check that a block mask was computed for the sizes of a call."""
+    batch, heads, *sizes = scores
+    expected = tuple(-(-size // BLOCK) for size in sizes)
+    shape = tuple(levels.shape)
+    if shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == expected:
+        return
+    raise ValueError(
+        f"mask: Mask.blocks computed a block mask of shape {shape} for arrays of other sizes; this "
+        f"call of batch {batch}, {heads} heads, {sizes[0]} rows and {sizes[1]} columns needs "
+        f"[{batch} or 1, {heads} or 1, {expected[0]}, {expected[1]}]: call Mask.blocks with its "
+        "query and key"
+    )
+
+
+def _block_lists(lists: KvBlocks | BlockTable, scores: Scores) -> None:
+    """Check that lists of KV blocks have the batch, the heads and the Q blocks of a call."""
+    batch, heads, rows, _ = scores
+    own = lists.shape if isinstance(lists, KvBlocks) else lists.listed.shape
+    first, second, blocks, _ = own
+    expected = -(-rows // lists.block_size[0])
+    if first in (1, batch) and second in (1, heads) and blocks == expected:
+        return
+    shape = lists.indices.shape if isinstance(lists, KvBlocks) else own
+    raise ValueError(
+        f"KV block indices must have shape [{batch} or 1, {heads} or 1, {expected}, n], where "
+        f"{expected} Q blocks of {lists.block_size[0]} rows cover {rows} rows, got shape "
+        f"{tuple(shape)}; with grouped heads repeat the lists of key heads"
+    )
+
+
+def _fields(mask: Mask) -> None:
+    """Check that the fields of a mask could come from its constructors."""
+
+    def expect(name: str, is_right: bool, expected: str, remedy: str) -> None:
+        if not is_right:
+            raise TypeError(
+                f"Mask.{name} must be {expected}, got {getattr(mask, name)!r:.80}; use {remedy}"
+            )
+
+    def is_pairs(pairs: Any) -> bool:
+        return isinstance(pairs, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in pairs)
+
+    expect("more_lengths", is_pairs(mask.more_lengths), "a tuple of pairs", "Mask.lengths and &")
+    expect("segment_ids", is_pairs(mask.segment_ids), "a tuple of pairs", "Mask.segments")
+    expect("booleans", isinstance(mask.booleans, tuple), "a tuple of arrays", "Mask.boolean")
+    are_lists = isinstance(mask.block_lists, tuple) and all(
+        isinstance(lists, KvBlocks | BlockTable) for lists in mask.block_lists
+    )
+    expect("block_lists", are_lists, "a tuple of lists", "Mask.kv_blocks")
+    are_ranked = isinstance(mask.block_masks, tuple) and all(
+        getattr(levels, "ndim", 0) == 4 for levels in mask.block_masks
+    )
+    expect("block_masks", are_ranked, "a tuple of arrays of rank 4", "Mask.blocks")

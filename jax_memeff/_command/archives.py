@@ -1,0 +1,42 @@
+"""``build --output``: an archive of the kernels that were compiled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain.compile import Compiled
+
+
+def require_writable(path: Path) -> None:
+    """Raise for a path that cannot become a file; kernels take minutes to compile.
+
+    Raises:
+        ValueError: it is a directory, or a file cannot be created beside it.
+    """
+    reason = None
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not path.parent.is_dir():
+        reason = f"{path.parent} is no directory"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        reason = f"you may not write to {path.parent}"
+    if reason is not None:
+        raise ValueError(f"--output {path} cannot be written: {reason}")
+
+
+def write(path: Path, kernels: Mapping[tuple[KernelSpec, str], Compiled]) -> str:
+    """Write the archive, and return a line about it.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    try:
+        compiler.write_archive(path, kernels)
+    except OSError as error:
+        raise ValueError(f"--output {path} cannot be written: {error}") from error
+    size = path.stat().st_size / 2**20
+    return f"{len(kernels)} kernels, {size:.1f} MB: JAX_MEMEFF_KERNELS={path.absolute()}"
