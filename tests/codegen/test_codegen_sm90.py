@@ -14,7 +14,6 @@ from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import dbias_bytes_and_stages
 from jax_memeff.codegen.kernels.fmha_bwd_two_kernel_sm90 import FmhaBwdTwoKernelSm90
-from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm90 import FmhaFwdLargeDimSm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
 from jax_memeff.codegen.kernels.large_dim.fmha_bwd_large_dim_sm90 import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.launch import Grid
@@ -292,22 +291,13 @@ def test_a_3xfp16_kernel_says_that_it_supports_no_broadcast_batch():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("cluster", [1, 2])
-def test_large_head_dims_on_hopper(dims, features, padded, cluster, monkeypatch):
-    own = {
-        dims: dataclasses.replace(tile, cluster=cluster)
-        for dims, tile in FmhaFwdLargeDimSm90.tiles.items()
-    }
-    monkeypatch.setattr(FmhaFwdLargeDimSm90, "tiles", own)
+def test_large_head_dims_on_hopper(dims, features, padded):
     asked = problem("forward", "f16", *dims, arch="sm_90a", **features)
     spec = select.select(asked)
     assert spec.kernel.stem == "fmha_fwd_large_dim_sm90"
     assert (spec.padded_head_dim, spec.padded_value_dim) == padded
     (main,) = spec.entry_points
-    # A CTA with no tile of its own completes the last cluster.
-    assert (main.grid, main.cluster) == (Grid(f"{cluster}*B*N*T/{64 * cluster}"), cluster)
-    clustered = f"void __cluster_dims__({cluster}, 1, 1) __launch_bounds__("
-    assert (clustered in emit.source(spec)) == (cluster > 1)
+    assert (main.grid, main.cluster) == (Grid("B*N*T/64"), 1)
     # No kernel splits the keys of large head dims, so calls with few rows take the same one.
     assert select.select_all(asked) == [spec]
 
