@@ -55,9 +55,10 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             128,
             2,
-            "forward + backward at T 2048 on an H200: 309 TFLOP/s, with 64 queries 275; features "
-            "are not measured",
+            "forward + backward at T 2048 on an H200: 309 TFLOP/s, with 64 queries 275; positions "
+            "spill, and features are not measured",
             masks=("none", "causal"),
+            spill_bytes=8,
             tma_dq=True,
         ),
     ),

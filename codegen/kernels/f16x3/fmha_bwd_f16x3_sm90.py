@@ -50,8 +50,8 @@ class Tile(WgmmaTile):
     @property
     def modifier_registers(self) -> int:
         """Registers that the dq kernel leaves to masks and modifiers. With none a boolean mask
-        spills 20 bytes at head dim 128; with 16 functions of scores and masks beside dropout
-        spill 44.
+        spills 20 bytes at head dim 128; with 16 functions of scores and masks beside
+        modifiers of probabilities spill 44.
         """
         return (16 if self.modifiers else 0) + 16 * ("user functions" in self.modifiers)
 
