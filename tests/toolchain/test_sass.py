@@ -79,7 +79,7 @@ def test_backwards_of_some_gradients_keep_their_register_operands(dtype, head_di
     assert found >= len(specs)
 
 
-LATENT = (({}, 0), ({"mask": "window", "soft_cap": True}, 48))
+LATENT = (({}, 0), ({"mask": "window", "soft_cap": True}, 52))
 """Features, and the bytes that a kernel with them may spill."""
 
 
