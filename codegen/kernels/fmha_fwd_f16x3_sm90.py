@@ -4,11 +4,11 @@ that runs first writes every operand as hi and lo parts.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
-from jax_memeff.codegen.features import BROADCAST_BATCH
 from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.kernels.bases.f16x3 import SPLIT_THREADS, F16x3Kernel
 from jax_memeff.codegen.kernels.bases.families import (
     EVERY_MODIFIER,
     PROBABILITY_MODIFIERS,
@@ -16,13 +16,10 @@ from jax_memeff.codegen.kernels.bases.families import (
     stage,
 )
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90, Tile
-from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
-from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes, round_up
-from jax_memeff.codegen.spec import KernelSpec, Row
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap
+from jax_memeff.codegen.sizes import round_up
+from jax_memeff.codegen.spec import KernelSpec
 
-SPLIT_THREADS = 256
 _SWIZZLE_BYTES = 1024
 
 _128 = (
@@ -74,34 +71,19 @@ TILES = {
 }
 
 
-class FmhaFwdF16x3Sm90(FmhaFwdSm90):
+class FmhaFwdF16x3Sm90(F16x3Kernel, FmhaFwdSm90):
     """The 3xFP16 forward: the forward for 16-bit elements, with other operands."""
 
     reads_pages = False  # it would have to split the whole pool into hi and lo parts
     stem = "fmha_fwd_f16x3_sm90"
     header = "fmha_fwd_sm90"
-    takes_f32 = True
-    tiles = TILES
-
-    def padded_rows(self) -> Iterator[Row]:
-        for head, value in itertools.product(self.tiles, repeat=2):
-            for tile in self.tiles[max(head, value)]:
-                yield Row(head, value, tile)
-
-    def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
-        reasons = super().reasons(spec, problem, strategy)
-        if spec[BROADCAST_BATCH]:
-            reasons.append("it splits its operands once for each batch index of the call")
-        return reasons
-
-    def element(self, spec: KernelSpec) -> str:
-        return "memeff::F16x3"
+    tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
 
     def operand_bytes(self, spec: KernelSpec, rows: int, columns: int) -> int:
-        """Hi and lo parts, and a factor of each row. The next buffer begins at a multiple of the
-        swizzle (ffi/include/memeff/layout/f16x3_tiles.cuh).
+        """The next buffer begins at a multiple of the swizzle
+        (ffi/include/memeff/layout/f16x3_tiles.cuh).
         """
-        return round_up(rows * columns * spec.element_bytes + 4 * rows, _SWIZZLE_BYTES)
+        return round_up(self.part_bytes(spec, rows, columns), _SWIZZLE_BYTES)
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
         return ()
@@ -116,17 +98,3 @@ class FmhaFwdF16x3Sm90(FmhaFwdSm90):
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         assert isinstance(spec.tile, Tile)
         return {**super().constants(spec), "kSequential": spec.tile.sequential}
-
-    def workspaces(
-        self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
-    ) -> Iterator[Workspace]:
-        """Hi and lo parts of each element, and a factor of each row, in tiles of the rows of a
-        consumer and of the KV blocks; every length has at least one tile.
-        """
-        yield from super().workspaces(spec, sizes, multiprocessors)
-        lengths = sizes.with_rows()
-        queries = lengths.padded_queries(WARPGROUP_ROWS)
-        keys = lengths.padded_keys(spec.tile.key)
-        yield Workspace("query_hi_lo", (queries * (spec.padded_head_dim + 1),))
-        yield Workspace("key_hi_lo", (keys * (spec.padded_head_dim + 1),))
-        yield Workspace("value_hi_lo", (keys * (spec.padded_value_dim + 1),))

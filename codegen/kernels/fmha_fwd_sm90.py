@@ -5,7 +5,6 @@ rows each.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -20,6 +19,7 @@ from jax_memeff.codegen.kernels.bases.families import (
     WARPGROUP_ROWS,
     modifiers,
     panel_columns,
+    rows_of_pairs,
     tile_columns,
 )
 from jax_memeff.codegen.kernels.bases.persistent_sm90 import PersistentSm90, PersistentTile
@@ -269,10 +269,9 @@ class FmhaFwdSm90(PersistentSm90):
         for (head, value), tiles in PAIR_TILES.items():
             for tile in tiles:
                 yield Row(head, value, tile)
-        for head, value in itertools.product(self.tiles, repeat=2):
-            if panel_columns(head) == panel_columns(value):
-                for tile in self.tiles[max(head, value)]:
-                    yield Row(head, value, tile)
+        for row in rows_of_pairs(self.tiles):
+            if panel_columns(row.padded_head_dim) == panel_columns(row.padded_value_dim):
+                yield row
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)

@@ -160,7 +160,7 @@ def product(left, right, contracted, heads=(2, 2)):
 
 
 def logsumexp(scores):
-    """Of the last axis, which stays. Sums of 16-bit numbers are rounded once."""
+    """Reduces the last axis to one element. Sums of 16-bit numbers are rounded once."""
     largest = lax.stop_gradient(lax.reduce_max(scores, (scores.ndim - 1,)))[..., None]
     terms = lax.exp(scores - largest)
     wide = jnp.promote_types(scores.dtype, np.float32)

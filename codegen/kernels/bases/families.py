@@ -282,6 +282,13 @@ def column_step_buffers(spec: KernelSpec) -> int:
     return 2 * max(tile.query + tile.key, tile.chunk) * COLUMN_STEP_BYTES
 
 
+def rows_of_pairs(tiles: Mapping[int, Sequence[WgmmaTile]]) -> Iterator[Row]:
+    """All pairs of the padded dims of a table. A pair has the tiles of the larger dim."""
+    for head, value in itertools.product(tiles, repeat=2):
+        for tile in tiles[max(head, value)]:
+            yield Row(head, value, tile)
+
+
 def wgmma_tile(spec: KernelSpec) -> WgmmaTile:
     """The tile of a kernel of wgmma."""
     assert isinstance(spec.tile, WgmmaTile)

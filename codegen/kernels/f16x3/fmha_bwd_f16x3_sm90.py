@@ -6,14 +6,13 @@ and lo parts.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jax_memeff.codegen import gpu, shared_memory
-from jax_memeff.codegen.features import BROADCAST_BATCH
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.bases.backward import Backward
+from jax_memeff.codegen.kernels.bases.f16x3 import SPLIT_THREADS, F16x3Kernel
 from jax_memeff.codegen.kernels.bases.families import (
     WARPGROUP_ROWS,
     WgmmaKernel,
@@ -23,18 +22,13 @@ from jax_memeff.codegen.kernels.bases.families import (
     stage,
     wgmma_tile,
 )
-from jax_memeff.codegen.kernels.fmha_fwd_f16x3_sm90 import SPLIT_THREADS
-from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
-from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import KernelSpec, Row
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.launch import EntryPoint, Grid
+from jax_memeff.codegen.spec import KernelSpec
 
 _PROBABILITY_BUFFERS = 2
 """The buffers of P that one consumer of the dkdv kernel fills and the other one reads."""
 
 _MOST_Q_BLOCK_BUFFERS = 4
-_FACTOR_BYTES = 4
 
 _MODIFIERS = modifiers("bias")
 _BUILT_IN = modifiers("bias", "user functions")
@@ -88,33 +82,17 @@ TILES: Mapping[int, Sequence[Tile]] = {
 keys at a time from ``stages`` buffers; the dkdv kernel owns ``key`` keys."""
 
 
-class FmhaBwdF16x3Sm90(Backward, WgmmaKernel):
+class FmhaBwdF16x3Sm90(F16x3Kernel, Backward, WgmmaKernel):
     """The 3xFP16 backward."""
 
     stem = "backward/f16x3/fmha_bwd_f16x3_sm90"
     class_name = "FmhaBackwardF16x3"
     """Each of its entry points appends its own name."""
-    takes_f32 = True
     owns_outputs = True
     tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
 
-    def padded_rows(self) -> Iterator[Row]:
-        for head, value in itertools.product(self.tiles, repeat=2):
-            for tile in self.tiles[max(head, value)]:
-                yield Row(head, value, tile)
-
-    def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
-        reasons = super().reasons(spec, problem, strategy)
-        if spec[BROADCAST_BATCH]:
-            reasons.append("it splits its operands once for each batch index of the call")
-        return reasons
-
-    def element(self, spec: KernelSpec) -> str:
-        return "memeff::F16x3"
-
     def _tile_bytes(self, spec: KernelSpec, columns: int) -> int:
-        """64 rows: hi and lo parts, and a factor of each row."""
-        return WARPGROUP_ROWS * (columns * spec.element_bytes + _FACTOR_BYTES)
+        return self.part_bytes(spec, WARPGROUP_ROWS, columns)
 
     def dq_bytes(self, spec: KernelSpec) -> int:
         """Tiles of query and dO, rings of key and, with one buffer fewer, of value."""
@@ -188,18 +166,3 @@ class FmhaBwdF16x3Sm90(Backward, WgmmaKernel):
 
     def bias_sum_rows(self, spec: KernelSpec) -> int:
         raise NotImplementedError
-
-    def workspaces(
-        self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
-    ) -> Iterator[Workspace]:
-        """Hi and lo parts of each element, and a factor of each row, in tiles of 64 rows; every
-        length has at least one tile.
-        """
-        yield from super().workspaces(spec, sizes, multiprocessors)
-        lengths = sizes.with_rows()
-        queries = lengths.padded_queries(WARPGROUP_ROWS)
-        keys = lengths.padded_keys(spec.tile.key)
-        yield Workspace("query_hi_lo", (queries * (spec.padded_head_dim + 1),))
-        yield Workspace("key_hi_lo", (keys * (spec.padded_head_dim + 1),))
-        yield Workspace("value_hi_lo", (keys * (spec.padded_value_dim + 1),))
-        yield Workspace("out_gradient_hi_lo", (queries * (spec.padded_value_dim + 1),))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -12,6 +11,7 @@ from jax_memeff.codegen.kernels.bases.families import (
     WARPGROUP_ROWS,
     modifiers,
     panel_columns,
+    rows_of_pairs,
 )
 from jax_memeff.codegen.kernels.bases.persistent_sm90 import (
     PersistentSm90,
@@ -91,8 +91,7 @@ TILES: Mapping[int, Sequence[PersistentTile]] = {
         ),
     ),
 }
-"""By the larger of the two padded head dims. TMA fills padding with zeros. No GPU has measured them
-yet."""
+"""By the larger of the two padded head dims. TMA fills padding with zeros."""
 
 
 class FmhaTangentSm90(PersistentSm90):
@@ -105,9 +104,7 @@ class FmhaTangentSm90(PersistentSm90):
     tiles: ClassVar[Mapping[int, Sequence[PersistentTile]]] = TILES
 
     def padded_rows(self) -> Iterator[Row]:
-        for head, value in itertools.product(self.tiles, repeat=2):
-            for tile in self.tiles[max(head, value)]:
-                yield Row(head, value, tile)
+        yield from rows_of_pairs(self.tiles)
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
