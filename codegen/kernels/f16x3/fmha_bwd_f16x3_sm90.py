@@ -38,9 +38,6 @@ _BUILT_IN = modifiers("bias", "user functions")
 class Tile(WgmmaTile):
     """A row of the table of this backward."""
 
-    overlaps: bool = False
-    """Whether S and dP of a block of queries or keys overlap the gradients of the block before."""
-
     @property
     def modifier_registers(self) -> int:
         """Registers that the dq kernel leaves to masks and modifiers. With none a boolean mask
@@ -52,15 +49,9 @@ class Tile(WgmmaTile):
 
 TILES: Mapping[int, Sequence[Tile]] = {
     64: (
-        Tile(
-            128,
-            64,
-            4,
-            "four buffers of queries and dO, so that products of two Q blocks may overlap",
-            overlaps=True,
-        ),
-        Tile(128, 64, 4, "S and dP do not overlap gradients", modifiers=_BUILT_IN),
-        Tile(128, 64, 4, "fewer queries and dO in registers", modifiers=_MODIFIERS),
+        Tile(128, 64, 4, "221 KB for dkdv, with four buffers of queries and dO"),
+        Tile(128, 64, 4, "fewer queries and dO in registers", modifiers=_BUILT_IN),
+        Tile(128, 64, 4, "still fewer queries and dO in registers", modifiers=_MODIFIERS),
     ),
     96: (
         Tile(128, 64, 3, "219 KB for dq"),
@@ -158,7 +149,6 @@ class FmhaBwdF16x3Sm90(F16x3Kernel, Backward, WgmmaKernel):
         _, buffers = self.dkdv_bytes_and_buffers(spec)
         return {
             **super().constants(spec),
-            "kOverlaps": spec.tile.overlaps,
             "kModifierRegisters": spec.tile.modifier_registers,
             "kQBlockStages": buffers,
             "kProbabilityStages": _PROBABILITY_BUFFERS,

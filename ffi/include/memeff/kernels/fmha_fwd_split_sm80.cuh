@@ -136,9 +136,6 @@ struct FmhaForwardSplitSm80 {
     if (copies_query) load_query(params, item, row, operands, query_tile);
     commit_copies();
     Walk walk(kv_blocks);
-    // Segments are added up in order.
-    if constexpr (Walk::kRotates && !kKeySegments)
-      walk.rotate(first_block(params, item, kv_blocks));
     CUTE_UNROLL
     for (int stage = 0; stage < kStages - 1; ++stage) {
       kv_tiles.load(walk.ahead, stage, operands);
@@ -230,17 +227,6 @@ struct FmhaForwardSplitSm80 {
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-  }
-
-  // The KV block, counted from the first, with which a CTA begins. CTAs that run together read
-  // ranges of keys that often lie a multiple of a power of two apart, so their first blocks would
-  // all be in the same channels of the memory, and so would the next ones. Heads of the same keys,
-  // which are contiguous, begin with the same block.
-  CUTE_DEVICE static int first_block(ForwardParams const& params, SplitWorkItem const& item,
-                                     TileRange const& blocks) {
-    long long const ranges = (long long)params.shape.batch * params.splits;
-    long long const range = (long long)item.batch * params.splits + item.split;
-    return int(max(blocks.end - blocks.begin, 0) * range / ranges);
   }
 
   // The KV blocks of this split among those that the rows of the tile attend to.

@@ -12,10 +12,10 @@
 namespace memeff {
 
 // The tiles of a row in the order of a main loop, which copies tile `ahead` while it computes
-// tile(), kAhead tiles before. The first kAhead tiles are copied before start().
-template <class Row, int kAhead>
+// tile(), kAhead tiles before. The first kAhead tiles are copied before start(). kInOrder: the row
+// skips none.
+template <class Row, bool kInOrder, int kAhead>
 struct RowWalk {
-  static constexpr bool kRotates = false;
   Row const& row;
   int current;
   int ahead;
@@ -31,51 +31,11 @@ struct RowWalk {
   // Whether the tile has no valid element, though it was copied.
   CUTE_DEVICE bool masked() const { return false; }
 
-  CUTE_DEVICE void begin_block() {}
+  CUTE_DEVICE void begin_block() {
+    if constexpr (kInOrder) ahead = current + kAhead;  // one register less
+  }
   CUTE_DEVICE void copied() { ahead = row.after(ahead); }
   CUTE_DEVICE void advance() { current = row.after(current); }
-};
-
-// As RowWalk for a row without a block mask: all tiles from one on, and then those before it.
-template <int kAhead>
-class RotatedWalk {
- public:
-  static constexpr bool kRotates = true;
-  int ahead;
-
-  CUTE_DEVICE explicit RotatedWalk(TileRange const& range)
-      : ahead(range.begin), begin_(range.begin), count_(range.end - range.begin) {}
-
-  // Begins at tile `first` of the range; called before the first copy.
-  CUTE_DEVICE void rotate(int first) {
-    first_ = first;
-    ahead = at(0);
-  }
-
-  CUTE_DEVICE void copied_first() { ahead = at(++copied_); }
-  CUTE_DEVICE void start() {}
-
-  CUTE_DEVICE bool more() const { return current_ < count_; }
-  CUTE_DEVICE int tile() const { return at(current_); }
-  CUTE_DEVICE bool partial() const { return true; }
-  CUTE_DEVICE bool masked() const { return false; }
-
-  CUTE_DEVICE void begin_block() { ahead = at(current_ + kAhead); }
-  CUTE_DEVICE void copied() {}
-  CUTE_DEVICE void advance() { ++current_; }
-
- private:
-  // The tile that is computed after `index` others; the end of the range after the last.
-  CUTE_DEVICE int at(int index) const {
-    int const tile = first_ + index;
-    return begin_ + (index >= count_ ? count_ : tile < count_ ? tile : tile - count_);
-  }
-
-  int begin_;
-  int count_;
-  int first_ = 0;
-  int current_ = 0;
-  int copied_ = 0;
 };
 
 // Iterates over the tiles of a row of blocks that have a valid element. Main loops call after() or
@@ -85,7 +45,7 @@ class RotatedWalk {
 template <bool kMapped>
 struct BlockMaskRow : TileRange {
   template <int kAhead>
-  using Walk = RotatedWalk<kAhead>;
+  using Walk = RowWalk<BlockMaskRow, true, kAhead>;
 
   BlockMaskRow() = default;
   CUTE_DEVICE BlockMaskRow(TileRange const& range, BlockMask const&, int, int, int, int)
@@ -113,7 +73,7 @@ struct BlockMaskRow : TileRange {
 template <>
 struct BlockMaskRow<true> : TileRange {
   template <int kAhead>
-  using Walk = RowWalk<BlockMaskRow, kAhead>;
+  using Walk = RowWalk<BlockMaskRow, false, kAhead>;
 
   // Must match jax_memeff/_cuda/block_mask.py, which writes the bytes.
   static constexpr int kRangeBytes = sizeof(TileRange);

@@ -37,7 +37,6 @@ struct FunctionBlocks : TileRange {
   template <int kAhead>
   class Walk {
    public:
-    static constexpr bool kRotates = false;
     int ahead;
 
     CUTE_DEVICE explicit Walk(FunctionBlocks const& blocks) : ahead(blocks.begin), blocks_(blocks) {

@@ -139,16 +139,14 @@ struct FmhaBackwardF16x3Dq {
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid>>;
 
   // The queries and dO that stay in registers, beside dQ, beside S and dP with the input of the
-  // derivative, beside the operand and the sums of a product, which need the same registers unless
-  // they overlap, and beside statistics, addresses and what masks and modifiers need.
-  static constexpr bool kOverlaps = Config::kOverlaps;
+  // derivative or, in the same registers, the operand and the sums of a product, and beside
+  // statistics, addresses and what masks and modifiers need.
   static constexpr int kSumRegisters = Config::kHeadDim / 2;
   static constexpr int kScoreRegisters = (2 + !Modifiers::kConstantDerivative) * kTileKey / 2;
   static constexpr int kProductRegisters = kTileKey / 2 + kSumRegisters;
   static constexpr int kOtherRegisters = 44 + Config::kModifierRegisters;
   static constexpr int kFreeRegisters = kConsumerRegisters - kSumRegisters - kOtherRegisters -
-                                        (kOverlaps ? kScoreRegisters + kProductRegisters
-                                                   : cute::max(kScoreRegisters, kProductRegisters));
+                                        cute::max(kScoreRegisters, kProductRegisters);
   using QueryRows = F16x3Rows<QueryTile, kFreeRegisters>;
   static constexpr int kQueryRegisters = 4 * (QueryRows::kHighSteps + QueryRows::kLowSteps);
   using OutRows = F16x3Rows<OutTile, kFreeRegisters - kQueryRegisters>;
@@ -156,8 +154,7 @@ struct FmhaBackwardF16x3Dq {
 
   using Operand = F16x3LeftOperand<kTileKey / 16>;
 
-  // The main loop: per KV block S and dP, P and dS, then dQ, which with Config::kOverlaps runs
-  // together with S and dP of the next block.
+  // The main loop: per KV block S and dP, P and dS, then dQ.
   CUTE_DEVICE static void consume(BackwardParams const& params, Work const& work, Control& control,
                                   uint32_t tiles) {
     Mask const mask(params.mask, params.shape, work.item.batch);
@@ -186,36 +183,16 @@ struct FmhaBackwardF16x3Dq {
       auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
       auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
       auto part = QueryGrid::make_accumulators();            // (4, 1, MMA_N)
-      int tile = work.kv_blocks.end - 1;
-      if constexpr (kOverlaps) {
+      CUTE_NO_UNROLL
+      for (int tile = work.kv_blocks.end - 1; tile >= work.kv_blocks.begin;
+           tile = work.kv_blocks.before(tile)) {
         steps.begin_scores(queries, outs, key, value, scores, score_gradient);
-        commit_products();  // an empty group, in place of dQ
         steps.differentiate_block(tile, key, value, scores, score_gradient);
         operand.set(score_gradient);
-        CUTE_NO_UNROLL
-        while ((tile = work.kv_blocks.before(tile)) >= work.kv_blocks.begin) {
-          KeyStage const before = key;
-          key.advance();
-          value.advance();
-          steps.begin_scores(queries, outs, key, value, scores, score_gradient);
-          begin_f16x3_gradient<KeyTile>(part, operand, key_tile(tiles, before));
-          steps.differentiate_block(tile, key, value, scores, score_gradient);
-          steps.end_gradient(operand, before, part, query_gradient);
-          operand.set(score_gradient);
-        }
         begin_f16x3_gradient<KeyTile>(part, operand, key_tile(tiles, key));
         steps.end_gradient(operand, key, part, query_gradient);
-      } else {
-        CUTE_NO_UNROLL
-        for (; tile >= work.kv_blocks.begin; tile = work.kv_blocks.before(tile)) {
-          steps.begin_scores(queries, outs, key, value, scores, score_gradient);
-          steps.differentiate_block(tile, key, value, scores, score_gradient);
-          operand.set(score_gradient);
-          begin_f16x3_gradient<KeyTile>(part, operand, key_tile(tiles, key));
-          steps.end_gradient(operand, key, part, query_gradient);
-          key.advance();
-          value.advance();
-        }
+        key.advance();
+        value.advance();
       }
     }
     store(params, work, mask.query_length - work.row, query_gradient);
@@ -244,18 +221,17 @@ struct FmhaBackwardF16x3Dq {
       begin_f16x3_scores<ValueTile>(score_gradient, outs, value_tile(tiles, value));
     }
 
-    // Replaces dP of KV block `tile` by dS, times the factors of its keys. With kOverlaps a younger
-    // group of products stays in flight.
+    // Replaces dP of KV block `tile` by dS, times the factors of its keys.
     template <class Scores>
     CUTE_DEVICE void differentiate_block(int tile, KeyStage const& key, ValueStage const& value,
                                          Scores& scores, Scores& score_gradient) const {
       ScoreTilePosition const at = {work.item.batch, work.item.head, work.row, tile * kTileKey};
-      wait_products<1 + kOverlaps>();  // S
+      wait_products<1>();  // S
       fence_accumulators(scores);
       unscale(scores, query_rows, key_factors(tiles, key));
       exponentiate(params, mask, at, work.kv_blocks.partial(tile), statistics, scores);
       control.value.wait_again(value);  // redundant: keeps the exponentials above the next wait
-      wait_products<kOverlaps>();       // dP
+      wait_products<0>();               // dP
       fence_accumulators(score_gradient);
       unscale(score_gradient, out_rows, value_factors(tiles, value));
       differentiate(params, at, statistics, scores, score_gradient);

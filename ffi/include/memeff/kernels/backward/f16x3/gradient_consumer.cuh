@@ -44,45 +44,18 @@ struct F16x3GradientConsumer : F16x3DkdvWork<Config> {
       Operand operand;
       auto part = KeyGrid::make_accumulators();              // (4, 1, MMA_N)
       auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-      auto compute_gradient = [&] {
-        KeptBlocks const kept(params, work.item.batch, q_block.head, q_block.row(), work.column);
-        wait_products<Base::kOverlaps>();
-        consumer.differentiate(value_rows, kept, stage, received, score_gradient);
-      };
-      auto next = [&] {
-        q_block.advance(params, work);
-        stage.advance();
-      };
-      if constexpr (Base::kOverlaps) {
+      CUTE_NO_UNROLL
+      for (int i = 0; i < count; ++i) {
         consumer.begin_score_gradient(values, stage, score_gradient);
-        commit_products();  // an empty group, in place of dK
-        compute_gradient();
+        KeptBlocks const kept(params, work.item.batch, q_block.head, q_block.row(), work.column);
+        wait_products<0>();
+        consumer.differentiate(value_rows, kept, stage, received, score_gradient);
         operand.set(score_gradient);
-        CUTE_NO_UNROLL
-        for (int i = 1; i < count; ++i) {
-          Stage const before = stage;
-          next();
-          consumer.begin_score_gradient(values, stage, score_gradient);
-          consumer.begin_gradient(operand, before, part);
-          compute_gradient();
-          wait_products<0>();
-          consumer.end_gradient(operand, before, part, key_gradient);
-          operand.set(score_gradient);
-        }
         consumer.begin_gradient(operand, stage, part);
         wait_products<0>();
         consumer.end_gradient(operand, stage, part, key_gradient);
-      } else {
-        CUTE_NO_UNROLL
-        for (int i = 0; i < count; ++i) {
-          consumer.begin_score_gradient(values, stage, score_gradient);
-          compute_gradient();
-          operand.set(score_gradient);
-          consumer.begin_gradient(operand, stage, part);
-          wait_products<0>();
-          consumer.end_gradient(operand, stage, part, key_gradient);
-          next();
-        }
+        q_block.advance(params, work);
+        stage.advance();
       }
     }
     int const key_length =

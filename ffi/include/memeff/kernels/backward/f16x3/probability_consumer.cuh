@@ -31,8 +31,6 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
 
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid, true>>;
   using KeptBlocks = typename ProbabilityModifiers<Config, ScoreGrid, true>::Tile;
-  // Hazard: without dV there is no younger group than S, for which a wait would then not wait.
-  static constexpr bool kOverlaps = Base::kOverlaps && Config::kValueGradient;
   using Operand = F16x3LeftOperand<Base::kSteps>;
   using KeyRows = F16x3Rows<KeyTile, Base::free_registers(Config::kValueDim)>;
 
@@ -53,44 +51,18 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
       Operand operand;
       auto part = ValueGrid::make_accumulators();    // (4, 1, MMA_N)
       auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-      auto compute_probabilities = [&] {
-        KeptBlocks const kept(params, work.item.batch, q_block.head, q_block.row(), work.column);
-        wait_products<kOverlaps>();
-        consumer.exponentiate(key_rows, q_block, stage, sent, scores);
-        return kept;
-      };
-      auto next = [&] {
-        q_block.advance(params, work);
-        stage.advance();
-      };
-      if constexpr (kOverlaps) {
+      CUTE_NO_UNROLL
+      for (int i = 0; i < count; ++i) {
         consumer.begin_scores(keys, stage, scores);
-        commit_products();  // an empty group, in place of dV
-        consumer.make_operand(compute_probabilities(), stage, scores, operand);
-        CUTE_NO_UNROLL
-        for (int i = 1; i < count; ++i) {
-          Stage const before = stage;
-          next();
-          consumer.begin_scores(keys, stage, scores);
-          consumer.begin_gradient(operand, before, part);
-          auto const kept = compute_probabilities();
-          wait_products<0>();
-          consumer.end_gradient(operand, before, part, value_gradient);
-          consumer.make_operand(kept, stage, scores, operand);
-        }
+        KeptBlocks const kept(params, work.item.batch, q_block.head, q_block.row(), work.column);
+        wait_products<0>();
+        consumer.exponentiate(key_rows, q_block, stage, sent, scores);
+        consumer.make_operand(kept, stage, scores, operand);
         consumer.begin_gradient(operand, stage, part);
         wait_products<0>();
         consumer.end_gradient(operand, stage, part, value_gradient);
-      } else {
-        CUTE_NO_UNROLL
-        for (int i = 0; i < count; ++i) {
-          consumer.begin_scores(keys, stage, scores);
-          consumer.make_operand(compute_probabilities(), stage, scores, operand);
-          consumer.begin_gradient(operand, stage, part);
-          wait_products<0>();
-          consumer.end_gradient(operand, stage, part, value_gradient);
-          next();
-        }
+        q_block.advance(params, work);
+        stage.advance();
       }
     }
     if constexpr (Config::kValueGradient) {

@@ -32,14 +32,11 @@ struct F16x3DkdvWork {
   static constexpr int kConsumerRegisters =
       consumer_registers<kConsumers + kWarpgroupSize, kProducerRegisters>();
 
-  // Whether S and dP of a Q block overlap dV and dK of the Q block before.
-  static constexpr bool kOverlaps = Config::kOverlaps;
-
-  // The registers for keys or values, beside a gradient, the operand and the sums of its product, S
-  // or dP if they overlap it, and addresses.
+  // The registers for keys or values, beside a gradient, the operand and the sums of its product,
+  // and addresses.
   static constexpr int kOtherRegisters = 40;
   CUTE_DEVICE static constexpr int free_registers(int columns) {
-    return kConsumerRegisters - columns - (1 + kOverlaps) * kTileQuery / 2 - kOtherRegisters;
+    return kConsumerRegisters - columns - kTileQuery / 2 - kOtherRegisters;
   }
   using Stage = PipelineStage<kStages>;
   using ProbabilityStage = PipelineStage<kProbabilityStages>;
