@@ -24,13 +24,17 @@ CUTE_DEVICE void wait_cluster() {
   random_sleep();
 }
 
-// Arrives at the barrier of the same address in the CTA with this rank, which may be this one.
+// Arrives at the barrier of the same address in the CTA with this rank, which may be this one. It
+// orders earlier accesses of this thread for its own CTA only. Release semantics for the cluster
+// would be a fence of the whole GPU (MEMBAR.ALL.GPU), which waits for all of its accesses. None is
+// needed where the other CTA then overwrites what this thread has read, or where stores bring their
+// own bytes to the barrier.
 CUTE_DEVICE void arrive_cluster_barrier(uint64_t& barrier, int rank) {
   asm volatile(
       "{\n\t"
       ".reg .b32 remote;\n\t"
       "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n\t"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t"
       "}" ::"r"(shared_address(&barrier)),
       "r"(rank)
       : "memory");
@@ -43,25 +47,9 @@ CUTE_DEVICE void arrive_cluster_and_expect(uint64_t& barrier, int rank, int byte
       "{\n\t"
       ".reg .b32 remote;\n\t"
       "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
-      "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [remote], %2;\n\t"
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote], %2;\n\t"
       "}" ::"r"(shared_address(&barrier)),
       "r"(rank), "r"(bytes)
-      : "memory");
-}
-
-// As wait_barrier() for a phase that arrivals and stores of other CTAs end: their writes are
-// visible afterwards.
-CUTE_DEVICE void wait_cluster_barrier(uint64_t& barrier, int parity) {
-  asm volatile(
-      "{\n\t"
-      ".reg .pred done;\n\t"
-      "WAIT:\n\t"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
-      "@done bra DONE;\n\t"
-      "bra WAIT;\n\t"
-      "DONE:\n\t"
-      "}" ::"r"(shared_address(&barrier)),
-      "r"(parity)
       : "memory");
 }
 

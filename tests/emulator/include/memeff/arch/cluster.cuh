@@ -16,9 +16,6 @@ CUTE_DEVICE void arrive_cluster_barrier(uint64_t& barrier, int rank) {
 CUTE_DEVICE void arrive_cluster_and_expect(uint64_t& barrier, int rank, int bytes) {
   emulator::arrive_cluster_barrier(barrier, rank, bytes);
 }
-CUTE_DEVICE void wait_cluster_barrier(uint64_t& barrier, int parity) {
-  emulator::wait_barrier(barrier, parity);
-}
 CUTE_DEVICE uint32_t cluster_address(uint32_t shared, int rank) {
   return emulator::cluster_address(shared, rank);
 }

@@ -198,7 +198,7 @@ struct LargeDimCluster {
 
   // Waits until the receiver has read the message before this one. `parity` is that of the message.
   CUTE_DEVICE static void acquire_message(Links& links, int link, int parity) {
-    wait_cluster_barrier(links.delivered[link], parity ^ 1);
+    wait_barrier(links.delivered[link], parity ^ 1);
     random_sleep();
   }
 
@@ -227,7 +227,7 @@ struct LargeDimCluster {
   }
 
   CUTE_DEVICE static void wait_message(Links& links, int link, int parity) {
-    wait_cluster_barrier(links.received[link], parity);
+    wait_barrier(links.received[link], parity);
     random_sleep();
   }
 
