@@ -38,7 +38,9 @@ _BLOCKS = {
     "masks": "masks",
     "deterministic": "deterministic",
     "decode": "decode",
-    "float32": "decode",
+    "dims": "dims",
+    "large_dims": "large_dims",
+    "float32": "float32",
     "functions": "functions",
 }
 _NAMES = (
