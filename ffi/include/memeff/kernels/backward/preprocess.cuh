@@ -34,6 +34,9 @@ struct FmhaBackwardPreprocess {
   static constexpr int kBlocksPerSm = 4;  // 64 registers; without a bound ptxas spills at 48
   static constexpr int kRowLanes = 8;     // lanes of one row
   static constexpr int kRowsPerPass = kThreads / kRowLanes;
+  static constexpr int kChunk = 16 / int(sizeof(Element));
+  // The rows of a lane whose vectors are loaded together. With eight ptxas spills.
+  static constexpr int kRowsAtOnce = cute::min(ceil_div(Tiles::kTileQuery, kRowsPerPass), 4);
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
     if constexpr (Config::kOrdersQueries || Config::kSplitQ) {
@@ -50,66 +53,92 @@ struct FmhaBackwardPreprocess {
       if (first_row >= mask.query_length) return;  // hazard: the workspaces have no such tile
     }
     long long const tile_index = Tiles::tile_index(params, item.batch, item.head, item.tile);
-    Origin const origin = query_origin<Config>(shape, item.batch);
-    int const lane = threadIdx.x % kRowLanes;
-
-    for (int i = threadIdx.x / kRowLanes; i < Tiles::kTileQuery; i += kRowsPerPass) {
-      int const row = first_row + i;
-      bool const valid = row < mask.query_length;
-      float delta = row_dot(
-          row_pointer<Element>(params.out, origin.batch, origin.row + row, item.head),
-          row_pointer<Element>(params.out_gradient, origin.batch, origin.row + row, item.head),
-          lane, valid ? shape.value_dim : 0);
-      delta += __shfl_xor_sync(0xffffffffu, delta, 1);
-      delta += __shfl_xor_sync(0xffffffffu, delta, 2);
-      delta += __shfl_xor_sync(0xffffffffu, delta, 4);
-      if (lane == 0) {
-        long long const source = logsumexp_offset<Config>(shape, origin, item.head) + row;
-        // +inf makes every probability of a row without keys, or beyond the length, exactly 0.
-        float logsumexp = valid ? params.logsumexp[source] : -infinity();
-        // A bias may make the logsumexp so large that the exponents lose their digits. Such a row
-        // counts as empty, too.
-        bool const empty = fabsf(logsumexp) >= kWholeFloats;
-        if constexpr (shifts_rows<Config>()) {
-          // The logsumexp contains this bias, but the scores of the main loop do not.
-          if (!empty) logsumexp -= row_bias<Config>(params.bias, item.batch, item.head, row);
-        }
-        if (!empty && params.logsumexp_gradient != nullptr) {
-          delta -= params.logsumexp_gradient[source];
-        }
-        if constexpr (Config::kSinks) {
-          float* const deltas =
-              static_cast<float*>(feature_array(params, Config::kDeltaArray).data);
-          if (valid) deltas[source] = empty ? 0.0f : delta;
-        }
-        Tiles::Statistics::store(params.row_statistics + tile_index * (2 * Tiles::kTileQuery), i,
-                                 empty ? infinity() : logsumexp * kLog2e, empty ? 0.0f : delta);
-      }
-    }
-
     if constexpr (Config::kQueryGradient) {
       float4* const sums = reinterpret_cast<float4*>(params.query_gradient_sum +
                                                      tile_index * Tiles::kQueryTileFloats);
+      CUTE_UNROLL
       for (int i = threadIdx.x; i < Tiles::kQueryTileFloats / 4; i += kThreads) {
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
     }
+    Origin const origin = query_origin<Config>(shape, item.batch);
+    int const lane = threadIdx.x % kRowLanes;
+    CUTE_NO_UNROLL
+    for (int i = threadIdx.x / kRowLanes; i < Tiles::kTileQuery; i += kRowsAtOnce * kRowsPerPass) {
+      float deltas[kRowsAtOnce] = {};
+      add_dots(params, origin, item.head, first_row + i,
+               min(mask.query_length, first_row + Tiles::kTileQuery), lane, deltas);
+      // After the sums all lanes of a row have its delta; each lane stores another row's.
+      float delta = 0.0f;
+      CUTE_UNROLL
+      for (int row = 0; row < kRowsAtOnce; ++row) {
+        deltas[row] += __shfl_xor_sync(0xffffffffu, deltas[row], 1);
+        deltas[row] += __shfl_xor_sync(0xffffffffu, deltas[row], 2);
+        deltas[row] += __shfl_xor_sync(0xffffffffu, deltas[row], 4);
+        if (lane == row) delta = deltas[row];
+      }
+      int const own = i + lane * kRowsPerPass;
+      if (lane < kRowsAtOnce && own < Tiles::kTileQuery) {
+        store_statistics(params, mask, origin, item, tile_index, own, delta);
+      }
+    }
   }
 
-  // This lane's part of the dot product of two rows.
-  CUTE_DEVICE static float row_dot(char const* a, char const* b, int lane, int columns) {
-    float sum = 0.0f;
-    constexpr int kBytes = sizeof(Element);
-    constexpr int kChunk = 16 / kBytes;
-    // Hazard: with more than two vectors at a time, which the compiler would choose, it spills.
-#pragma unroll 2
+  // Adds this lane's part of the dot products of dO and out. `row` is the first of its rows.
+  CUTE_DEVICE static void add_dots(BackwardParams const& params, Origin const& origin, int head,
+                                   int row, int row_bound, int lane, float (&sums)[kRowsAtOnce]) {
+    int const columns = params.shape.value_dim;
+    CUTE_NO_UNROLL
     for (int column = lane * kChunk; column < columns; column += kRowLanes * kChunk) {
-      int const bytes = (columns - column) * kBytes;
-      uint4 const x = load_vector<Config::kAlignment>(a + column * kBytes, bytes);
-      uint4 const y = load_vector<Config::kAlignment>(b + column * kBytes, bytes);
-      sum += word_dot(x.x, y.x) + word_dot(x.y, y.y) + word_dot(x.z, y.z) + word_dot(x.w, y.w);
+      int const bytes = (columns - column) * int(sizeof(Element));
+      auto load = [&](TensorView const& tensor, int i) {
+        int const source = row + i * kRowsPerPass;
+        if (source >= row_bound) return make_uint4(0, 0, 0, 0);
+        char const* const address =
+            row_pointer<Element>(tensor, origin.batch, origin.row + source, head);
+        return load_vector<Config::kAlignment>(address + column * sizeof(Element), bytes);
+      };
+      uint4 out[kRowsAtOnce];
+      uint4 gradient[kRowsAtOnce];
+      CUTE_UNROLL
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        out[i] = load(params.out, i);
+        gradient[i] = load(params.out_gradient, i);
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        sums[i] += word_dot(out[i].x, gradient[i].x) + word_dot(out[i].y, gradient[i].y) +
+                   word_dot(out[i].z, gradient[i].z) + word_dot(out[i].w, gradient[i].w);
+      }
     }
-    return sum;
+  }
+
+  // Stores the statistics of row `i` of the tile.
+  CUTE_DEVICE static void store_statistics(BackwardParams const& params,
+                                           IntervalMask<MaskKind::none> const& mask,
+                                           Origin const& origin, WorkItem const& item,
+                                           long long tile_index, int i, float delta) {
+    int const row = item.tile * Tiles::kTileQuery + i;
+    bool const valid = row < mask.query_length;
+    long long const source = logsumexp_offset<Config>(params.shape, origin, item.head) + row;
+    // +inf makes every probability of a row without keys, or beyond the length, exactly 0.
+    float logsumexp = valid ? params.logsumexp[source] : -infinity();
+    // A bias may make the logsumexp so large that the exponents lose their digits. Such a row
+    // counts as empty, too.
+    bool const empty = fabsf(logsumexp) >= kWholeFloats;
+    if constexpr (shifts_rows<Config>()) {
+      // The logsumexp contains this bias, but the scores of the main loop do not.
+      if (!empty) logsumexp -= row_bias<Config>(params.bias, item.batch, item.head, row);
+    }
+    if (!empty && params.logsumexp_gradient != nullptr) {
+      delta -= params.logsumexp_gradient[source];
+    }
+    if constexpr (Config::kSinks) {
+      float* const deltas = static_cast<float*>(feature_array(params, Config::kDeltaArray).data);
+      if (valid) deltas[source] = empty ? 0.0f : delta;
+    }
+    Tiles::Statistics::store(params.row_statistics + tile_index * (2 * Tiles::kTileQuery), i,
+                             empty ? infinity() : logsumexp * kLog2e, empty ? 0.0f : delta);
   }
 
   CUTE_DEVICE static float word_dot(uint32_t x, uint32_t y) {
