@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from jax_memeff.codegen import gpu, shared_memory
-from jax_memeff.codegen.features import BIAS, VARLEN
+from jax_memeff.codegen.features import BIAS, MASK, VARLEN
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.functions.sums import Sum
@@ -30,7 +30,7 @@ from jax_memeff.codegen.kernels.fmha_bwd_sm80 import query_sums, summing_entry_p
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import KernelSpec, Row
+from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy, q_splits
 
 PART_COLUMNS = 64
@@ -47,6 +47,10 @@ class Tile(WgmmaTile):
     """Whether dQ passes through shared memory to its sums, instead of directly from registers."""
     exponentiates_under_dp: bool = False
     """Whether all exponentials are kept above the wait for dP."""
+    key_stages: int = 1
+    """Buffers of keys and values. With two CTAs are persistent: the keys and values of their next
+    KV block arrive while these are read.
+    """
 
 
 TILES: Mapping[int, Sequence[Tile]] = {
@@ -79,18 +83,22 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             2,
             "forward + backward at T 8192 on an H200: 523 TFLOP/s, with statistics read late "
-            "503, with 64 queries 470",
+            "503, with 64 queries 470; at T 512 360, with one buffer of keys 345",
             masks=("none", "causal"),
-            spill_bytes=8,
+            spill_bytes=32,
             tma_dq=True,
+            key_stages=2,
             exponentiates_under_dp=True,
         ),
         Tile(
             128,
             128,
             2,
-            "a window spills 20 bytes with statistics that are read ahead",
+            "a window spills 20 bytes more with statistics that are read ahead; most spills are "
+            "those of the producer's warpgroup",
+            spill_bytes=72,
             tma_dq=True,
+            key_stages=2,
         ),
         Tile(
             64,
@@ -260,6 +268,18 @@ class FmhaBwdSm90(WgmmaBackward):
             )
         return reasons
 
+    def _is_persistent(self, spec: KernelSpec) -> bool:
+        """Persistent CTAs have as many KV blocks each, so all need the same work. CTAs that add to
+        dq in a fixed order, or share a KV block, take one each. Some of the gradients alone are not
+        measured.
+        """
+        equal = spec[MASK] != "causal" and not spec[VARLEN] and not spec.has_block_mask
+        free = spec.gradients == SPEC_GRADIENTS and not (spec.orders_queries or spec.split_q)
+        return _tile(spec).key_stages > 1 and equal and free
+
+    def _key_stages(self, spec: KernelSpec) -> int:
+        return _tile(spec).key_stages if self._is_persistent(spec) else 1
+
     def consumers(self, spec: KernelSpec) -> int:
         """Each consumer owns 64 keys."""
         return spec.tile.key // WARPGROUP_ROWS
@@ -271,16 +291,18 @@ class FmhaBwdSm90(WgmmaBackward):
         return ["splitq"] if spec.split_q else []
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """Tiles of key and value, rings of query, its rows' statistics, dO and bias, or the bias of
+        """Rings of key and value, of query, its rows' statistics, dO and bias, or the bias of
         each warp's 16 keys, two dS, and the dQ of a Q block in f32 if it leaves by TMA. A
         deterministic kernel also has a ticket and two barriers. dQ by TMA needs the barriers, and
         has the bytes of the ticket as well.
         """
         tile = _tile(spec)
         dims = tile_columns(spec.padded_head_dim) + tile_columns(spec.padded_value_dim)
-        elements = (tile.key + tile.stages * tile.query) * dims + 2 * tile.query * tile.key
+        key_stages = self._key_stages(spec)
+        elements = (key_stages * tile.key + tile.stages * tile.query) * dims
+        elements += 2 * tile.query * tile.key
         statistics = tile.stages * tile.query * shared_memory.STATISTICS_BYTES
-        buffers = 2 * tile.stages + 1
+        buffers = 2 * tile.stages + key_stages
         bias = tile.key // 16 * shared_memory.bias_bytes(spec, tile.query, 16)
         if spec.tma_bias:
             bias = tile.stages * tile.query * tile.key * spec.element_bytes
@@ -299,11 +321,15 @@ class FmhaBwdSm90(WgmmaBackward):
         return {
             **super().constants(spec),
             "kTmaDq": tile.tma_dq,
+            "kPersistent": self._is_persistent(spec),
+            "kKeyStages": self._key_stages(spec),
             "kExponentiatesUnderDp": tile.exponentiates_under_dp,
         }
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         grid = key_tile_grid(spec)
+        if self._is_persistent(spec):
+            grid = grid._replace(most_per_sm=1)
         if spec.split_q:
             grid = Grid(f"{grid.product}*q_splits")
         tiles = ", memeff::BackwardTilesSm90<Config>"

@@ -180,6 +180,20 @@ SM90 = [
     Run(Case(B=3, T=130, S=150, lengths=LENGTHS, bias="1NTS", segments=1), arch="sm_90a"),
     Run(Case(B=2, T=200, S=150, N=4, H=128, boolean=("1NTS",), segments=2), arch="sm_90a"),
 ]
+# Backwards with persistent CTAs, which divide 16 to 32 KV blocks. Some of those have no query.
+SM90 += [
+    Run(case, arch="sm_90a", seed=multiprocessors, multiprocessors=multiprocessors)
+    for multiprocessors, case in zip(
+        (17, 3, 2, 5),
+        (
+            Case(B=3, T=120, S=400, N=4, K=2, lengths=((120, 400), (70, 380), (90, 129))),
+            Case(B=3, T=260, S=400, lengths=((260, 400), (0, 150), (77, 33))),
+            Case(B=2, T=300, S=400, H=40, dtype="float16", **WINDOW),
+            Case(B=2, T=150, S=400, H=56, N=4, lengths=((150, 130), (90, 400))),
+        ),
+        strict=True,
+    )
+]
 CONSUMER_GROUPS = [
     Run(case, arch="sm_90a", seed=2, multiprocessors=2, splits=True, gradients=False)
     for case in (

@@ -34,6 +34,7 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/kv_blocks_of_cta.cuh>
 #include <memeff/schedule/q_blocks.cuh>
 #include <memeff/schedule/split_q.cuh>
 #include <memeff/score/bias/gradient_transposed.cuh>
@@ -65,6 +66,8 @@ struct FmhaBackwardSm90 {
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
   static constexpr int kStages = Config::kStages;
   using Stage = PipelineStage<kStages>;
+  static constexpr int kKeyStages = Config::kKeyStages;
+  using KeyStage = PipelineStage<kKeyStages>;
   using Mask = ScoreMask<Config, ScoreGrid>;
 
   // dq, dk and the gradient of the bias need dS; dv alone needs only P.
@@ -78,12 +81,18 @@ struct FmhaBackwardSm90 {
   using DqSums =
       cute::conditional_t<kTmaDq, TmaDqSumsSm90<Config, Tiles>, RegisterDqSumsSm90<Config, Tiles>>;
 
+  static constexpr bool kPersistent = Config::kPersistent;
+  static_assert(!kPersistent ||
+                (kTmaDq && !Config::kOrdersQueries && !Config::kSplitQ && !Config::kBlockMask));
+  using KvBlocks = KvBlocksInRounds<Config>;
+
   // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.
   using Bias = QBlockBiasRing<Config, Tiles, kStages>;
   using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid, true>>;
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
-  static constexpr int kValueOffset = KeyTile::kBytes;
-  static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
+  static constexpr int kValueOffset = KeyTile::kBytes;  // from the keys of the stage
+  static constexpr int kKeyStageBytes = kValueOffset + ValueTile::kBytes;
+  static constexpr int kQueryOffset = kKeyStages * kKeyStageBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kScoreOffset = kOutOffset + kStages * OutTile::kBytes;
   static constexpr int kDqOffset = kScoreOffset + 2 * ScoreTile::kBytes;
@@ -97,7 +106,7 @@ struct FmhaBackwardSm90 {
   struct Control : DqSums::Control {
     Pipeline<kStages> query;         // and the statistics of their rows
     Pipeline<kStages> out_gradient;  // and the bias
-    Pipeline<1> key;                 // and values
+    Pipeline<kKeyStages> key;        // and values
   };
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
@@ -124,16 +133,15 @@ struct FmhaBackwardSm90 {
   using KeyRows = RegisterRows<KeyTile, ScoreGrid, kRegisterKeySteps>;
   using ValueRows = RegisterRows<ValueTile, ScoreGrid, kRegisterValueSteps>;
 
-  // The work of a CTA: the Q blocks that attend to its keys, for every head of the group.
+  // The work on a KV block: the Q blocks that attend to its keys, for every head of the group.
   struct Work {
     WorkItem item;
     int column;
     TileRange tiles;
 
-    CUTE_DEVICE Work(BackwardParams const& params, Control const& control) {
+    CUTE_DEVICE Work(BackwardParams const& params, WorkItem const& item)
+        : item(item), column(item.tile * kTileKey) {
       ProblemShape const& shape = params.shape;
-      item = DqSums::item(params, control);
-      column = item.tile * kTileKey;
       tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
       tiles = q_block_range<Config>(params, item, tiles, params.query_tiles);
       static_assert(!Config::kSplitQ || !Config::kBlockMask);  // a split may have no Q block
@@ -172,20 +180,75 @@ struct FmhaBackwardSm90 {
       Bias(tiles + kBiasOffset).prefetch_map(maps);
       control.query.init(kConsumerWarps);
       control.out_gradient.init(kConsumerWarps);
-      control.key.init(1);
+      control.key.init(kConsumerWarps);
       DqSums::init(params, control, kConsumerWarps);
       fence_barrier_init();
     }
     __syncthreads();
-    Work const work(params, control);
-    if (threadIdx.x >= kConsumers) {
-      lower_registers<kProducerRegisters>();
-      if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
-      DqSums::produce(params, control, work.item, work.tiles, tiles + kDqOffset,
-                      int(threadIdx.x) - kConsumers);
+    int const thread = int(threadIdx.x) - kConsumers;  // of the producer's warpgroup
+    if constexpr (kPersistent) {
+      if (thread >= 0) {
+        lower_registers<kProducerRegisters>();
+        if (thread == 0) produce_in_rounds(params, maps, control, tiles);
+        if (thread == kWarpSize) sum_in_rounds(params, control, tiles, thread);
+      } else {
+        raise_registers<kConsumerRegisters>();
+        consume_in_rounds(params, maps, control, tiles);
+      }
     } else {
-      raise_registers<kConsumerRegisters>();
-      consume(params, maps, work, control, tiles);
+      Work const work(params, DqSums::item(params, control));
+      Stage stage;
+      if (thread >= 0) {
+        lower_registers<kProducerRegisters>();
+        if (thread == 0) produce(params, maps, work, control, tiles, {}, stage);
+        PipelineStage<1> sums;
+        DqSums::produce(params, control, work.item, work.tiles, tiles + kDqOffset, thread, sums);
+      } else {
+        raise_registers<kConsumerRegisters>();
+        int score_buffer = 0;
+        consume(params, maps, work, control, tiles, {}, stage, score_buffer);
+      }
+    }
+  }
+
+  // The roles of a persistent CTA.
+  CUTE_DEVICE static void produce_in_rounds(BackwardParams const& params, BackwardMaps const& maps,
+                                            Control& control, uint32_t tiles) {
+    Stage stage;
+    KvBlocks kv_blocks;
+    WorkItem item;
+    CUTE_NO_UNROLL
+    while (kv_blocks.take(params, item)) {
+      produce(params, maps, Work(params, item), control, tiles,
+              kv_blocks.template key_stage<kKeyStages>(), stage);
+    }
+  }
+  CUTE_DEVICE static void sum_in_rounds(BackwardParams const& params, Control& control,
+                                        uint32_t tiles, int thread) {
+    PipelineStage<1> stage;
+    KvBlocks kv_blocks;
+    WorkItem item;
+    CUTE_NO_UNROLL
+    while (kv_blocks.take(params, item)) {
+      Work const work(params, item);
+      DqSums::produce(params, control, item, work.tiles, tiles + kDqOffset, thread, stage);
+    }
+  }
+  CUTE_DEVICE static void consume_in_rounds(BackwardParams const& params, BackwardMaps const& maps,
+                                            Control& control, uint32_t tiles) {
+    Stage stage;
+    int score_buffer = 0;
+    KvBlocks kv_blocks;
+    WorkItem item;
+    CUTE_NO_UNROLL
+    while (kv_blocks.take(params, item)) {
+      Work const work(params, item);
+      consume(params, maps, work, control, tiles, kv_blocks.template key_stage<kKeyStages>(), stage,
+              score_buffer);
+      __syncwarp();
+      if (threadIdx.x % kWarpSize == 0) {
+        control.key.release(kv_blocks.template key_stage<kKeyStages>());
+      }
     }
   }
 
@@ -202,22 +265,27 @@ struct FmhaBackwardSm90 {
 
   // One thread copies keys and values, then queries, statistics, dO and bias of each Q block.
   CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
-                                  Work const& work, Control& control, uint32_t tiles) {
+                                  Work const& work, Control& control, uint32_t tiles,
+                                  KeyStage const& key, Stage& stage) {
+    if (work.tiles.begin >= work.tiles.end) {
+      control.key.acquire(key);
+      control.key.commit(key);
+      return;
+    }
+    uint32_t const keys = tiles + key.index * kKeyStageBytes;
+    uint64_t& arrived = control.key.acquire(key, kKeyStageBytes);
     auto constexpr kOnce = CacheHint::EVICT_FIRST;
     auto constexpr kAgain = CacheHint::EVICT_LAST;
     WorkItem const& item = work.item;
     int const group = params.shape.group;
     Bias const bias(tiles + kBiasOffset);
-    if (work.tiles.begin >= work.tiles.end) return;
-    uint64_t& arrived = control.key.acquire({}, KeyTile::kBytes + ValueTile::kBytes);
     Origin const queries = query_origin<Config>(params.shape, item.batch);
     KeyValueSource<Config> const source(params, item.batch, item.head);
     int const key_row = source.origin.row + work.column;
-    load_tma_tile<KeyTile>(maps.key, arrived, tiles, 0, key_row, source.head,
+    load_tma_tile<KeyTile>(maps.key, arrived, keys, 0, key_row, source.head,
                            source.batch(params.key), kOnce);
-    load_tma_tile<ValueTile>(maps.value, arrived, tiles + kValueOffset, 0, key_row, source.head,
+    load_tma_tile<ValueTile>(maps.value, arrived, keys + kValueOffset, 0, key_row, source.head,
                              source.batch(params.value), kOnce);
-    Stage stage;
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
       auto const blocks = work.row_of_blocks(params, head);
@@ -260,13 +328,15 @@ struct FmhaBackwardSm90 {
 
   // The main loop: per Q block S, dP, P and dS, then dV, dQ and dK.
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
-                                  Work const& work, Control& control, uint32_t tiles) {
+                                  Work const& work, Control& control, uint32_t tiles,
+                                  KeyStage const& key, Stage& stage, int& score_buffer) {
     WorkItem const& item = work.item;
     // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
     Mask const mask(params.mask, params.shape, item.batch);
-    Consumer const consumer{params, work, mask, control, tiles};
+    uint32_t const key_tile = tiles + key.index * kKeyStageBytes;
+    Consumer const consumer{params, work, mask, control, tiles, key_tile};
 
     auto key_gradient = KeyGrid::make_accumulators();      // (4, 1, MMA_N)
     auto value_gradient = ValueGrid::make_accumulators();  // (4, 1, MMA_N)
@@ -274,12 +344,11 @@ struct FmhaBackwardSm90 {
     cute::clear(value_gradient);
     CapturedSums::begin(tiles + kSumsOffset);
     clear_skipped<Config, kConsumers>(params, item, work.tiles);
+    control.key.wait(key);
     if (work.tiles.begin < work.tiles.end) consumer.begin();
-    KeyRows const keys(tiles, warpgroup * kWarpgroupRows);
-    ValueRows const values(tiles + kValueOffset, warpgroup * kWarpgroupRows);
+    KeyRows const keys(key_tile, warpgroup * kWarpgroupRows);
+    ValueRows const values(key_tile + kValueOffset, warpgroup * kWarpgroupRows);
 
-    Stage stage;
-    int score_buffer = 0;
     int const group = params.shape.group;
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
@@ -290,6 +359,7 @@ struct FmhaBackwardSm90 {
       for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
         uint32_t const query_tile = query_tile_of(tiles, stage.index);
         uint32_t const out_tile = out_tile_of(tiles, stage.index);
+        if constexpr (kStages == 2) score_buffer = stage.index;  // saves a register
         uint32_t const score_tile = tiles + kScoreOffset + score_buffer * ScoreTile::kBytes;
         consumer.wait_for_queries(tile, stage, query_tile, out_tile);
         auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)
@@ -345,14 +415,16 @@ struct FmhaBackwardSm90 {
       BiasWriter::finish(params, item.batch, head, work.column, bias_sums);
       CapturedSums(params, work.position(head, 0), tiles + kSumsOffset).add_sums(captured_sums);
     }
-    finish(params, maps, work, mask.key_length, warpgroup, tiles, key_gradient, value_gradient);
+    finish(params, maps, work, mask.key_length, warpgroup, tiles, key_tile, key_gradient,
+           value_gradient);
   }
 
   // The epilogue: with split-Q adds up the parts of all CTAs, then scales and stores dk and dv.
   template <class KeyGradient, class ValueGradient>
   CUTE_DEVICE static void finish(BackwardParams const& params, BackwardMaps const& maps,
                                  Work const& work, int key_length, int warpgroup, uint32_t tiles,
-                                 KeyGradient& key_gradient, ValueGradient& value_gradient) {
+                                 uint32_t key_tile, KeyGradient& key_gradient,
+                                 ValueGradient& value_gradient) {
     if (!Splits::add_up(params, tiles + kStatisticsOffset, key_gradient, value_gradient)) return;
     if constexpr (Config::kKeyGradient) {
       scale_accumulators(key_gradient, params.scale.gradient_scale);
@@ -360,22 +432,22 @@ struct FmhaBackwardSm90 {
     if constexpr (Config::kValueGradient) {
       scale_accumulators(value_gradient, probability_scale<Config>(params));
     }
-    store(params, maps, work, key_length, warpgroup, tiles, key_gradient, value_gradient);
+    store(params, maps, work, key_length, warpgroup, key_tile, key_gradient, value_gradient);
   }
 
   // Stores each consumer's rows of dk and dv through the tiles of keys and values.
   template <class KeyGradient, class ValueGradient>
   CUTE_DEVICE static void store(BackwardParams const& params, BackwardMaps const& maps,
-                                Work const& work, int key_length, int warpgroup, uint32_t tiles,
+                                Work const& work, int key_length, int warpgroup, uint32_t key_tile,
                                 KeyGradient const& key_gradient,
                                 ValueGradient const& value_gradient) {
     ProblemShape const& shape = params.shape;
     named_barrier_sync(kConsumerBarrier, kConsumers);  // both consumers have read the keys
     if constexpr (Config::kKeyGradient) {
-      store_accumulators<Element, KeyTile, KeyGrid>(tiles, key_gradient);
+      store_accumulators<Element, KeyTile, KeyGrid>(key_tile, key_gradient);
     }
     if constexpr (Config::kValueGradient) {
-      store_accumulators<Element, ValueTile, ValueGrid>(tiles + kValueOffset, value_gradient);
+      store_accumulators<Element, ValueTile, ValueGrid>(key_tile + kValueOffset, value_gradient);
     }
     fence_tma_store();
     named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
@@ -384,12 +456,12 @@ struct FmhaBackwardSm90 {
     int const tile_row = warpgroup * kWarpgroupRows;
     int const bound = (Config::kVarlen ? key_length : shape.key_length) - work.column;
     if constexpr (Config::kKeyGradient) {
-      store_part<Config, KeyTile>(maps.key_gradient, params.key_gradient, tiles, tile_row, row,
+      store_part<Config, KeyTile>(maps.key_gradient, params.key_gradient, key_tile, tile_row, row,
                                   bound, work.item.head, keys.batch, shape.head_dim);
     }
     if constexpr (Config::kValueGradient) {
       store_part<Config, ValueTile>(maps.value_gradient, params.value_gradient,
-                                    tiles + kValueOffset, tile_row, row, bound, work.item.head,
+                                    key_tile + kValueOffset, tile_row, row, bound, work.item.head,
                                     keys.batch, shape.value_dim);
     }
     wait_tma_stores();

@@ -50,16 +50,16 @@ struct BackwardConsumerSm90 {
   Mask const& mask;
   Control& control;
   uint32_t tiles;
+  uint32_t key_tile;
 
-  // Waits for keys and values, before the first Q block.
+  // Prepares keys and values, before the first Q block.
   CUTE_DEVICE void begin() const {
     int const first_head = work.head_with_blocks(params, work.item.head * params.shape.group);
     Bias(tiles + kBiasOffset)
         .load_first(params, work, mask, first_head, work.row_of_blocks(params, first_head).begin);
-    control.key.wait({});
     if (reads_beyond<Config>(mask.key_length, work.column + kTileKey, params.shape.key_length)) {
-      clear_rows<KeyTile, kConsumers>(tiles, mask.key_length - work.column);
-      clear_rows<ValueTile, kConsumers>(tiles + kValueOffset, mask.key_length - work.column);
+      clear_rows<KeyTile, kConsumers>(key_tile, mask.key_length - work.column);
+      clear_rows<ValueTile, kConsumers>(key_tile + kValueOffset, mask.key_length - work.column);
       fence_tma_store();
       named_barrier_sync(kConsumerBarrier, kConsumers);
     }
@@ -149,7 +149,7 @@ struct BackwardConsumerSm90 {
       named_barrier_sync(kConsumerBarrier, kConsumers);  // dS is complete
       fence_accumulators(query_gradient);
       begin_products();
-      KeyColumns const keys(tiles + Tiles::query_columns_offset(warpgroup));
+      KeyColumns const keys(key_tile + Tiles::query_columns_offset(warpgroup));
       if constexpr (Tiles::kTransposedDq) {
         warpgroup_gemm<Element, kTileKey / 16>(query_gradient, keys, ScoreRows(score_tile), false);
       } else {

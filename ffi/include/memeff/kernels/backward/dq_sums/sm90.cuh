@@ -34,7 +34,7 @@ struct RegisterDqSumsSm90 {
   // Called by the producer's warpgroup; `thread` counts from its first thread.
   CUTE_DEVICE static void produce(BackwardParams const& params, Control& control,
                                   WorkItem const& item, TileRange const& tiles, uint32_t,
-                                  int thread) {
+                                  int thread, PipelineStage<1>&) {
     Semaphore::order(params, control, item, tiles, thread);
   }
 
@@ -78,10 +78,9 @@ struct TmaDqSumsSm90 {
 
   CUTE_DEVICE static void produce(BackwardParams const& params, Control& control,
                                   WorkItem const& item, TileRange const& tiles,
-                                  uint32_t shared_tile, int thread) {
+                                  uint32_t shared_tile, int thread, PipelineStage<1>& stage) {
     if (thread != kWarpSize) return;
     Order order(params, control);
-    PipelineStage<1> stage;
     for_each_q_block<Config>(params, item, tiles, [&](int head, int tile, int position) {
       float* const sums =
           params.query_gradient_sum +
