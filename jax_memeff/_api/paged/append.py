@@ -86,6 +86,7 @@ def append_to_pages(
         ValueError: A shape, or a value of a NumPy array, is wrong; or ``jax.vmap`` maps the tokens
             but not the pool.
         TypeError: A dtype is wrong.
+        jax_memeff.UnsupportedError: ``jax.export`` has made a size symbolic.
 
     Values of device arrays never raise. A token is not written if it lies before the start of its
     sequence or beyond ``max_pages``, if it belongs to no sequence, or if its page is not in the
@@ -104,6 +105,7 @@ def append_to_pages(
     table = arguments.table(page_table, keys)
     batch, longest = table.shape[0], table.shape[1] * keys.shape[1]
     named = _new_tokens(key, value, keys, values_)
+    arguments.static_sizes(key_pages=keys, page_table=table, **named)
     each = named["key"].shape[1] if query_starts is None and named["key"].ndim == 4 else None
     new = arguments.tokens(tuple(named), tuple(named.values()), query_starts, batch, "K, H")
     # Every device has all pages of its heads, so it needs every new token.
