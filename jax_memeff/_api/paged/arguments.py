@@ -78,7 +78,7 @@ def static_sizes(**arrays: jax.Array) -> None:
     values.require_static(
         {name: array.shape for name, array in arrays.items()},
         where="paged calls have static sizes",
-        remedy="export a program for each size, or one for the largest: sequences may have length 0",
+        remedy="export a program for each size, or one for the largest: lengths may be 0",
     )
 
 
