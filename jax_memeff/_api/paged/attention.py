@@ -210,12 +210,11 @@ def prepare(
         combined = masks.by_rows(combined, longest)
 
     is_step = each == 1 and arrays["functions"] is None and not combined.traced_windows
-    # Lengths are clamped where keys are read, to the columns of a table that may be padded. Without
-    # columns nothing reads them, but a row with a sink exists only within its length.
-    is_own_table = 0 < columns == max_pages * page_size
-    given = checks.unclipped_lengths(kv_lengths) if is_own_table else lengths
-    if is_step and given is not None:
-        sequences = _of_step(given, columns)
+    if is_step and (given := checks.unclipped_lengths(kv_lengths)) is not None:
+        # Lengths are clamped where keys are read, to the columns of a table that may be padded.
+        # Without columns nothing reads them, but a row with a sink exists only within its length.
+        is_own_table = 0 < columns == max_pages * page_size
+        sequences = _of_step(given if is_own_table else lengths, columns)
     else:
         starts = rows.ends - counts
         first = starts[0] if batch else rows.first
