@@ -334,7 +334,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--direction", choices=DIRECTIONS, default="forward")
     explain.add_argument("--dtype", type=_dtype, choices=DTYPES, required=True)
     _add_dims(explain, required=True)
-    explain.add_argument("--seq", type=int, help="rows and columns, to draw the tiles")
+    explain.add_argument("--seq", type=_size, help="rows and columns, to draw the tiles")
     explain.add_argument(
         "--query-rows",
         choices=QUERY_ROWS,
@@ -377,9 +377,19 @@ def _dtype(text: str) -> str:
     return re.sub("^(b?)float(?=(16|32|64)$)", r"\1f", text)
 
 
+def _size(text: str) -> int:
+    """A dim or a length."""
+    try:
+        if (number := int(text)) >= 1:
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+
+
 def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:
     classes = ", ".join(map(str, PADDED_DIMS))
     parser.add_argument(
-        "--head-dim", type=int, required=required, help=f"padded to one of {classes}, or large"
+        "--head-dim", type=_size, required=required, help=f"padded to one of {classes}, or large"
     )
-    parser.add_argument("--value-dim", type=int, help="default: the head dim")
+    parser.add_argument("--value-dim", type=_size, help="default: the head dim")

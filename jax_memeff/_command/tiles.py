@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 
 from jax_memeff.codegen.features.mask import NO_BOUND
 from jax_memeff.codegen.spec import KernelSpec
@@ -27,6 +28,10 @@ def drawing(options: argparse.Namespace, spec: KernelSpec) -> str:
     if options.window == NO_BOUND:
         return "no drawing: pass a bound, such as --window 256"
     # Only drawings and functions need JAX.
+    most = importlib.import_module("jax_memeff._call.mask.pictures.picture").MOST_TILES
+    count = math.prod(-(-options.seq // own) for own in (spec.tile.query, spec.tile.key))
+    if count > most:
+        return f"no drawing: it would have {count} tiles; pass a smaller --seq"
     mask_type = importlib.import_module("jax_memeff._call.mask").Mask
     mask = mask_type()
     if options.window is not None:

@@ -72,7 +72,7 @@ def traced_score_function(
     try:
         program, used = with_derivatives(function_alone, tracer.calls)
         return program, tuple(arrays[index] for index in used)
-    except NotScalarError as error:
+    except (NotScalarError, NotImplementedError) as error:  # the latter is JAX's
         reason = (
             f"its derivative: {error}; close over jax.lax.stop_gradient of values that have none"
         )

@@ -117,10 +117,12 @@ def attend_pages(
 
 def _positions(query: jax.Array, pages: Pages) -> jax.Array:
     """The position of each token in its sequence, [B, T] or [tokens]."""
-    lengths = jnp.asarray(pages.kv_lengths)
+    lengths = jnp.asarray(pages.kv_lengths, jnp.int32)
     if pages.query_starts is None:
         rows = query.shape[1]
-        return lengths[:, None] - rows + jnp.arange(rows)
-    starts, tokens = jnp.asarray(pages.query_starts), query.shape[0]
+        return lengths[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)[None]
+    starts, tokens = jnp.asarray(pages.query_starts, jnp.int32), query.shape[0]
+    if not lengths.size:  # JAX cannot index an empty array
+        return jnp.zeros(tokens, jnp.int32)
     sequence = sequence_of_tokens(starts, tokens)
-    return lengths[sequence] - (starts[sequence + 1] - jnp.arange(tokens))
+    return lengths[sequence] - (starts[sequence + 1] - jnp.arange(tokens, dtype=jnp.int32))

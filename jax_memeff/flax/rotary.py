@@ -51,8 +51,10 @@ def rotary_embedding(x: jax.Array, positions: ArrayLike, base: float = 10_000.0)
     dtype = score_dtype(x.dtype)
     half = head_dim // 2
     frequency = base ** (-jnp.arange(half, dtype=dtype) / half)
-    angle = jnp.asarray(at, dtype)[..., None] * frequency
-    cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
+    # All operands get the rank of x, for users who forbid rank promotion.
+    at = jnp.expand_dims(jnp.asarray(at, dtype), (*range(x.ndim - 2 - at.ndim), -2, -1))
+    angle = at * jnp.expand_dims(frequency, range(x.ndim - 1))
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(dtype), 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -1,6 +1,7 @@
 """``python -m jax_memeff``: its output and exit codes, without a GPU and with little compiling."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,25 @@ def test_explain_draws_the_tiles(capsys, tmp_path, monkeypatch):
     assert out.count("\n██· ██·\n") + out.count("\n██· ██·") >= 4
     _, out = run(capsys, *base, "--query-rows", "16")
     assert "no drawing: the rows of a tile belong to several heads" in out
+
+
+@pytest.mark.parametrize("option", ["--head-dim", "--value-dim", "--seq"])
+@pytest.mark.parametrize("value", ["0", "-3", "1e3"])
+def test_sizes_are_at_least_1(capsys, option, value):
+    base = "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a"
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*base, option, value])
+    expected = f"argument {option}: expected an integer of at least 1, got '{value}'"
+    assert expected in capsys.readouterr().err
+
+
+def test_explain_draws_no_more_tiles_than_memory_has(capsys):
+    code, out = run(
+        capsys, "explain", "--dtype", "bf16", "--head-dim", "64", "--arch", "sm_90a",
+        "--seq", "1000000000",
+    )  # fmt: skip
+    assert code == 0
+    assert re.search(r"no drawing: it would have \d{14} tiles; pass a smaller --seq", out)
 
 
 def test_explain_of_few_queries(capsys):

@@ -139,6 +139,11 @@ def test_values_that_are_all_masked_or_equal():
     ("call", "error", "message"),
     [
         (lambda: Mask().picture(0), ValueError, "T must be at least 1, got 0"),
+        (
+            lambda: Mask().picture(10**8),
+            ValueError,
+            "at most 67108864 tiles, got 610351562500 tiles",
+        ),
         (lambda: Mask().picture(4, tile=(8, 0)), ValueError, "columns of tile must be at least 1"),
         (lambda: Mask().picture(NOT_A_SIZE), TypeError, "T must be a Python integer, got 4.0"),
         (lambda: MASKS["lengths"].show(T, S, batch=2), ValueError, r"batch must be in \[0, 2\)"),

@@ -134,6 +134,29 @@ def test_positions_of_the_user():
     np.testing.assert_allclose(moved, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["", "x64"])
+@pytest.mark.parametrize("starts", [None, np.array([0, 12, 24])], ids=["batch", "packed"])
+def test_strict_promotion(starts, wide):
+    """Rotary positions have the ranks and dtypes of what they are combined with."""
+    layer = linen_layer(rotary_base=100.0, pool_shape=(4, 16), dtype=jnp.bfloat16)
+    table, lengths = jnp.array([[2], [0]], jnp.int32), jnp.array([12, 12], jnp.int32)
+    x = jnp.stack([X[1], X[1]]).reshape((24, -1) if starts is not None else (2, 12, -1))
+    with (
+        jax.enable_x64(wide),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
+        layer.init_with_output(jax.random.key(0), x, pages=Pages(table, lengths, starts))
+        layer.init_with_output(jax.random.key(0), x.reshape(2, 12, -1), is_causal=True)
+
+
+def test_no_sequences():
+    layer = nnx_layer(rotary_base=100.0)
+    layer.init_pages(4, 16)
+    pages = Pages(jnp.zeros((0, 1), jnp.int32), jnp.zeros(0, jnp.int32), jnp.array([0]))
+    assert layer(X[1], pages=pages).shape == X[1].shape
+
+
 PAGES = Pages(jnp.zeros((1, 3), jnp.int32), jnp.array([37]))
 
 

@@ -198,6 +198,22 @@ def test_other_symbolic_sizes_are_an_error(shapes):
     assert "one for the longest sequence" in str(caught.value)
 
 
+@pytest.mark.parametrize("function", [jax_memeff.paged_attention, jax_memeff.append_to_pages])
+@pytest.mark.parametrize("text", ["b, 7", "2, p"])
+def test_symbolic_sizes_of_paged_calls_are_an_error(function, text):
+    scope = jax.export.SymbolicScope()
+    b, pages = jax.export.symbolic_shape(text, scope=scope)
+    new, pool = shape(b, 1, K, H), shape(pages, 16, K, H)
+    table, lengths = shape(b, 3, dtype=jnp.int32), shape(b, dtype=jnp.int32)
+    arrays = {
+        jax_memeff.paged_attention: (new, pool, pool),
+        jax_memeff.append_to_pages: (pool, pool, new, new),
+    }[function]
+    with pytest.raises(UnsupportedError, match="paged calls have static sizes, got ") as caught:
+        export(function, *arrays, table, lengths)
+    assert "one for the largest" in str(caught.value)
+
+
 def test_symbolic_sizes_on_cuda_are_an_error():
     (b,) = jax.export.symbolic_shape("b")
     operand = shape(b, 128, N, 64, dtype=jnp.bfloat16)

@@ -10,6 +10,8 @@ import paging
 import pytest
 from jaxprs import primitives_of
 
+from jax_memeff import UnsupportedError
+
 append = jax.jit(paging.append_to_pages)
 """Jitted, because one program compiles faster than its operations one by one."""
 
@@ -70,6 +72,20 @@ def test_lengths_beyond_the_table_write_at_its_end():
     lengths = jnp.asarray(case.lengths).at[0].set(10**6)
     found, _ = append(*case.arguments[1:3], *new, case.table, lengths, case.starts)
     np.testing.assert_array_equal(found, written(case.key_pages, new[0], case, case.starts))
+
+
+def test_it_has_no_derivative():
+    pool, new = jnp.zeros((2, 16, 1, 8)), jnp.ones((1, 1, 1, 8))
+    where = jnp.array([[1]]), jnp.array([3])
+
+    def total(new):
+        return append(pool, pool, new, new, *where)[0].sum()
+
+    for derivative in (jax.grad(total), lambda new: jax.jvp(total, [new], [new])):
+        with pytest.raises(UnsupportedError, match="append_to_pages has no derivative"):
+            derivative(new)
+    # It may be part of a differentiated function if its arguments are not differentiated.
+    assert jax.grad(lambda x: x * total(jax.lax.stop_gradient(new)))(1.0) == 8
 
 
 def test_two_sequences_that_write_one_slot():

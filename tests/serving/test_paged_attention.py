@@ -257,6 +257,21 @@ def test_lengths_beyond_the_table_are_clamped():
         np.testing.assert_allclose(out, paging.answer(case)[0], **TOLERANCE)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_lengths_of_a_step_are_clamped_to_the_users_table(invariant):
+    """``batch_invariant`` pads the table, and the window must not end in the padding."""
+    rng = np.random.default_rng(17)
+    case = paging.paging(rng, lengths=[32, 16], counts=[1, 1], max_pages=2)
+    query, *pools, table, lengths = case.arguments
+    step = functools.partial(
+        paging.paged_attention, local_window_size=(4, 0), batch_invariant=invariant
+    )
+    device = jnp.asarray(lengths).at[0].set(35)
+    out = jax.jit(step)(query[:, None], *pools, table, device)
+    expected = paging.answer(case, valid=lambda b, h, q, k: (k <= q) & (k >= q - 4))[0]
+    np.testing.assert_allclose(out[:, 0], expected, **TOLERANCE)
+
+
 def test_latent_values_are_columns_of_the_keys():
     rng = np.random.default_rng(10)
     case = paging.paging(rng, lengths=[40, 5], counts=[3, 5], heads=(16, 1), dims=(24, 16))
@@ -342,6 +357,15 @@ def test_empty(shape):
     assert out.shape == (b, tokens, 2, 8) and lse.shape == (b, tokens, 2)
     if shape in ("pages", "table"):
         assert not out.any() and (lse == -jnp.inf).all()
+
+
+def test_a_table_without_pages_has_no_token_for_a_sink():
+    pool, sinks = jnp.zeros((2, 16, 1, 8)), jnp.ones(2)
+    lengths, table = jnp.array([3, 0]), jnp.zeros((2, 0), jnp.int32)
+    _, lse = paging.paged_attention(
+        jnp.ones((2, 1, 2, 8)), pool, pool, table, lengths, sinks=sinks, return_residual=True
+    )
+    assert (lse == -jnp.inf).all()
 
 
 def test_it_has_no_derivative():

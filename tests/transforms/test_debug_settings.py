@@ -42,6 +42,12 @@ def paged(query: Any, key: Any, value: Any) -> Any:
     return jax_memeff.paged_attention(query[:, :1], *pools, TABLE, LENGTHS, score_mod=alibi)
 
 
+def paged_rows(query: Any, key: Any, value: Any) -> Any:
+    pool, mask = POOL.astype(key.dtype), jnp.ones((1, 1, 8, 32), bool)
+    del value
+    return jax_memeff.paged_attention(query[:, :8], pool, pool, TABLE, LENGTHS, mask=mask)
+
+
 def blocks(query: Any, key: Any, value: Any) -> Any:
     mask = (Mask.causal() | Mask.function(of_lengths)).blocks(query, key)
     return dot_product_attention(query, key, value, mask=mask)
@@ -56,6 +62,7 @@ CALLS: dict[str, Any] = {
     "blocks": blocks,
     "packed": packed,
     "paged": paged,
+    "paged_rows": paged_rows,
 }
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 

@@ -13,6 +13,7 @@ from jax_memeff._api.paged import arguments
 from jax_memeff._api.paged.shapes import gathered
 from jax_memeff._call import values
 from jax_memeff._call.sequences import sequence_of_tokens
+from jax_memeff.errors import UnsupportedError
 
 LARGEST_FLOAT8 = 448.0
 """The largest finite number of float8_e4m3fn; a cast turns larger numbers into NaN."""
@@ -86,10 +87,15 @@ def append_to_pages(
         ValueError: A shape, or a value of a NumPy array, is wrong; or ``jax.vmap`` maps the tokens
             but not the pool.
         TypeError: A dtype is wrong.
+        jax_memeff.UnsupportedError: ``jax.export`` has made a size symbolic, or the call is
+            differentiated.
 
-    Values of device arrays never raise. A token is not written if it lies before the start of its
-    sequence or beyond ``max_pages``, if it belongs to no sequence, or if its page is not in the
-    pool. If two tokens have the same place, one of them is written, and it is undefined which.
+    Values of device arrays never raise. Lengths are clamped to the keys of a row of the table, as
+    in ``paged_attention``: the last token of a longer sequence replaces the last key of its table,
+    and other tokens those before it. :func:`jax_memeff.check` reports such lengths. A token is not
+    written if it lies before the start of its sequence, if it belongs to no sequence, or if its
+    page is not in the pool. If two tokens have the same place, one of them is written, and it is
+    undefined which.
 
     >>> import jax.numpy as jnp, jax_memeff
     >>> key_pages, value_pages = jnp.zeros((2, 3, 16, 1, 4))
@@ -104,6 +110,7 @@ def append_to_pages(
     table = arguments.table(page_table, keys)
     batch, longest = table.shape[0], table.shape[1] * keys.shape[1]
     named = _new_tokens(key, value, keys, values_)
+    arguments.static_sizes(key_pages=keys, page_table=table, **named)
     each = named["key"].shape[1] if query_starts is None and named["key"].ndim == 4 else None
     new = arguments.tokens(tuple(named), tuple(named.values()), query_starts, batch, "K, H")
     # Every device has all pages of its heads, so it needs every new token.
@@ -180,13 +187,29 @@ def _as_stored(x: jax.Array, scale: jax.Array | None, page: jax.Array, dtype: An
     return jnp.clip(wide, -LARGEST_FLOAT8, LARGEST_FLOAT8).astype(dtype)
 
 
-@custom_vmap
+@jax.custom_jvp
 def _written(pool: jax.Array, x: jax.Array, page: jax.Array, slot: jax.Array) -> jax.Array:
     """The pool with one row written per token; tokens with an invalid page are dropped."""
+    return _set(pool, x, page, slot)
+
+
+@_written.defjvp
+def _no_derivative(primals: Any, tangents: Any) -> Any:
+    raise UnsupportedError(
+        [
+            "keys and values in pages have no gradient; train with dot_product_attention or "
+            "varlen_attention, or pass jax.lax.stop_gradient of keys and values"
+        ],
+        summary="append_to_pages has no derivative",
+    )
+
+
+@custom_vmap
+def _set(pool: jax.Array, x: jax.Array, page: jax.Array, slot: jax.Array) -> jax.Array:
     return pool.at[page, slot].set(x, mode="drop")
 
 
-@_written.def_vmap
+@_set.def_vmap
 def _folded(
     size: int,
     mapped: tuple[bool, bool, bool, bool],
@@ -209,7 +232,7 @@ def _folded(
     pages = pool.shape[1]
     first = jnp.arange(size, dtype=page.dtype)[:, None] * pages
     page = jnp.where(page < pages, page + first, size * pages)
-    flat = _written(
+    flat = _set(
         pool.reshape(-1, *pool.shape[2:]),
         x.reshape(-1, *x.shape[2:]),
         page.reshape(-1),

@@ -73,6 +73,15 @@ def pools(key_pages: Any, value_pages: Any) -> tuple[jax.Array, jax.Array | None
     return key, value
 
 
+def static_sizes(**arrays: jax.Array) -> None:
+    """Raise ``UnsupportedError`` if ``jax.export`` has made a size of these arrays symbolic."""
+    values.require_static(
+        {name: array.shape for name, array in arrays.items()},
+        where="paged calls have static sizes",
+        remedy="export a program for each size, or one for the largest: lengths may be 0",
+    )
+
+
 def table(value: Any, key_pages: jax.Array) -> jax.Array:
     """The table as int32[B, max_pages]; entries outside the pool are negative or too large."""
     array = values.integers("page_table", value)

@@ -168,6 +168,7 @@ def prepare(
     key_pages, value_pages = checks.pools(key_pages, value_pages)
     query = checks.query(query, key_pages)
     table = checks.table(page_table, key_pages)
+    checks.static_sizes(query=query, key_pages=key_pages, page_table=table)
     batch, max_pages = table.shape
     page_size, starts = key_pages.shape[1], named["query_starts"]
     (tokens,) = checks.tokens(("query",), (query,), starts, batch, "N, H")
@@ -210,7 +211,10 @@ def prepare(
 
     is_step = each == 1 and arrays["functions"] is None and not combined.traced_windows
     if is_step and (given := checks.unclipped_lengths(kv_lengths)) is not None:
-        sequences = _of_step(given, columns)
+        # Lengths are clamped where keys are read, to the columns of a table that may be padded.
+        # Without columns nothing reads them, but a row with a sink exists only within its length.
+        is_own_table = 0 < columns == max_pages * page_size
+        sequences = _of_step(given if is_own_table else lengths, columns)
     else:
         starts = rows.ends - counts
         first = starts[0] if batch else rows.first

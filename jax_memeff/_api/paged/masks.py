@@ -97,7 +97,7 @@ def shifted(mask: Mask, batch: int, first: jax.Array, columns: int) -> Mask:
         if rows == 1:
             return array
         array = jnp.broadcast_to(array, (batch, heads, rows, own))
-        of_rows = jnp.arange(rows, dtype=jnp.int32) + first[:, None]
+        of_rows = jnp.arange(rows, dtype=jnp.int32)[None] + first[:, None]
         # Rows after the last one belong to no token.
         return jnp.take_along_axis(array, of_rows[:, None, :, None], 2, mode="clip")
 

@@ -161,6 +161,15 @@ def test_a_derivative_without_scalar_form():
     assert "its derivative" in message and "`lgamma`" in message
 
 
+def test_an_operation_without_a_derivative():
+    message = score_error(UnsupportedError, lambda s, b, h, q, k: jnp.nextafter(s, 10.0))
+    assert "its derivative" in message and "nextafter" in message and "stop_gradient" in message
+    program, _ = traced_score_function(
+        lambda s, b, h, q, k: jnp.nextafter(jax.lax.stop_gradient(s), 10.0)
+    )
+    assert "nextafter" in [value.op for value in program.values]
+
+
 def test_errors_of_the_function_are_its_own():
     with pytest.raises(KeyError, match="missing"):
         traced_score_function(lambda s, b, h, q, k: {}["missing"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 MOST_ELEMENTS = 512
 """The most rows, and columns, that a picture holds. If there are more, it holds this many, evenly
 spaced."""
+
+MOST_TILES = 2**26
+"""The most tiles of a picture, which take some bytes each: a million rows and columns in tiles of
+128 x 128."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,9 +132,19 @@ def of_canonical(
     head: int,
     offsets: Offsets | None,
 ) -> Picture:
-    """The picture of a canonical mask for a call of (B, N, T, S)."""
+    """The picture of a canonical mask for a call of (B, N, T, S).
+
+    Raises:
+        ValueError: it would have more than ``MOST_TILES`` tiles.
+    """
     offsets = Offsets() if offsets is None else offsets
     sizes = scores[2:]
+    tiles = math.prod(-(-count // own) for count, own in zip(sizes, tile, strict=True))
+    if tiles > MOST_TILES:
+        raise ValueError(
+            f"tile: a picture must have at most {MOST_TILES} tiles, got {tiles} tiles of "
+            f"{tile[0]} x {tile[1]} for {sizes[0]} rows and {sizes[1]} columns; pass larger tiles"
+        )
     rows, columns = (_sample(size) for size in sizes)
     frame = expression.Frame.of(mask, sizes, offsets)
     compiled = expression.compiled(mask, frame)
