@@ -46,7 +46,7 @@ def pytest_report_header():
 def pytest_sessionstart(session):
     # Programs need no line numbers of Python: nobody reads them here.
     jax.config.update("jax_traceback_in_locations_limit", 0)
-    share_contexts_of_mlir()
+    share_the_context_of_mlir()
     # Without these optimizations compiling takes half as long, also in the processes that tests
     # start.
     if jax.default_backend() == "cpu":
@@ -55,24 +55,25 @@ def pytest_sessionstart(session):
         keep_programs(session.config)
 
 
-def share_contexts_of_mlir():
-    """Gives all programs of a thread one context of MLIR.
+def share_the_context_of_mlir():
+    """Gives all programs that the main thread lowers one context of MLIR.
 
     JAX makes one for each program, which takes a third of the time of a program with one operation.
     Eager calls lower many of these. The function is private, so another JAX may lack it.
+
+    Hazard: XLA's threads lower programs, too (custom partitioning). A context that belonged to such
+    a thread would be destroyed after Python's state of the thread, which is a segmentation fault.
     """
     from jax._src.interpreters import mlir
 
     if (make := getattr(mlir, "make_ir_context", None)) is None:
         return
-    own = threading.local()
+    context = make()
 
-    def context_of_this_thread():
-        if not hasattr(own, "context"):
-            own.context = make()
-        return own.context
+    def context_of_program():
+        return context if threading.get_ident() == threading.main_thread().ident else make()
 
-    mlir.make_ir_context = context_of_this_thread
+    mlir.make_ir_context = context_of_program
 
 
 def keep_programs(config):
