@@ -46,7 +46,6 @@ class Invariant:
             scales=self.scales,
         )
 
-
     def calls(self) -> list[Call]:
         """Calls that compute the last token: in a chunk, in a chunk beside others, and in steps, on
         machines with few and with many multiprocessors.
