@@ -6,11 +6,11 @@ import importlib.metadata
 import multiprocessing
 import os
 import shutil
-import threading
 
 import daily
 import jax
 import numpy as np
+import one_context
 import pytest
 
 try:
@@ -39,8 +39,8 @@ LARGEST_CACHE = 1 << 30
 """Bytes of compiled programs that are kept between runs; a run of all tests makes 0.2 GB."""
 
 
-# Python's garbage collector took a fifth of the time of collecting tests, and a tenth of the time of
-# running them, scanning modules and tests again and again.
+# Python's garbage collector took a fifth of the time of collecting tests, and a tenth of the time
+# of running them, scanning modules and tests again and again.
 gc.disable()
 
 
@@ -51,34 +51,13 @@ def pytest_report_header():
 def pytest_sessionstart(session):
     # Programs need no line numbers of Python: nobody reads them here.
     jax.config.update("jax_traceback_in_locations_limit", 0)
-    share_the_context_of_mlir()
+    one_context.share()
     # Without these optimizations compiling takes half as long, also in the processes that tests
     # start.
     if jax.default_backend() == "cpu":
         jax.config.update("jax_disable_most_optimizations", True)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         keep_programs(session.config)
-
-
-def share_the_context_of_mlir():
-    """Gives all programs that the main thread lowers one context of MLIR.
-
-    JAX makes one for each program, which takes a third of the time of a program with one operation.
-    Eager calls lower many of these. The function is private, so another JAX may lack it.
-
-    Hazard: XLA's threads lower programs, too (custom partitioning). A context that belonged to such
-    a thread would be destroyed after Python's state of the thread, which is a segmentation fault.
-    """
-    from jax._src.interpreters import mlir
-
-    if (make := getattr(mlir, "make_ir_context", None)) is None:
-        return
-    context = make()
-
-    def context_of_program():
-        return context if threading.get_ident() == threading.main_thread().ident else make()
-
-    mlir.make_ir_context = context_of_program
 
 
 def keep_programs(config):
