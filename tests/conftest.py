@@ -10,6 +10,7 @@ import shutil
 import daily
 import jax
 import numpy as np
+import one_context
 import pytest
 
 try:
@@ -38,6 +39,11 @@ LARGEST_CACHE = 1 << 30
 """Bytes of compiled programs that are kept between runs; a run of all tests makes 0.2 GB."""
 
 
+# Python's garbage collector took a fifth of the time of collecting tests, and a tenth of the time
+# of running them, scanning modules and tests again and again.
+gc.disable()
+
+
 def pytest_report_header():
     return f"samples of today: {daily.MESSAGE}"
 
@@ -45,6 +51,7 @@ def pytest_report_header():
 def pytest_sessionstart(session):
     # Programs need no line numbers of Python: nobody reads them here.
     jax.config.update("jax_traceback_in_locations_limit", 0)
+    one_context.share()
     # Without these optimizations compiling takes half as long, also in the processes that tests
     # start.
     if jax.default_backend() == "cpu":
@@ -76,11 +83,10 @@ def total_size(files):
 
 
 def pytest_collection_finish():
-    # Python's garbage collector took a tenth of the time, scanning modules and tests again and
-    # again.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import zeros
+from arrays import changed, zeros
 from test_bad_input import B, H, K, N, S, T, good
 from test_bad_varlen_input import good_varlen
 
@@ -17,9 +17,13 @@ from jax_memeff import Mask, Offsets
     [
         ({"query_seq_lengths": jnp.array([5, 6])}, ValueError, "query_seq.*got 6 at index 1"),
         ({"mask": Mask.lengths(key=jnp.array([-1, 0]))}, ValueError, "key lengths.*got -1 at"),
-        ({"query": zeros(B, T, N, H).at[1, 2].set(jnp.nan)}, ValueError, r"query.*nan.*\(1, 2, 0"),
-        ({"value": zeros(B, S, K, H).at[0, 6].set(jnp.inf)}, ValueError, "value must be finite"),
-        ({"bias": zeros(T, S).at[0, 0].set(jnp.nan)}, ValueError, "bias must be finite or -inf"),
+        (
+            {"query": changed(zeros(B, T, N, H), (1, 2), np.nan)},
+            ValueError,
+            r"query.*nan.*\(1, 2, 0",
+        ),
+        ({"value": changed(zeros(B, S, K, H), (0, 6), np.inf)}, ValueError, "value must be finite"),
+        ({"bias": changed(zeros(T, S), (0, 0), np.nan)}, ValueError, "bias must be finite or -inf"),
         (
             {"mask": Mask.segments(jnp.array([0, 0, 1, 3, -1]), jnp.array([0, 0, 0, 1, 1, 2, -1]))},
             ValueError,
@@ -51,8 +55,8 @@ def test_check_reads_values(arguments, error, message):
         ({"cu_seqlens_q": jnp.array([0, 3, 2])}, "cu_seqlens_q must not decrease, got 2 after 3"),
         ({"cu_seqlens_k": jnp.array([0, 4, 9])}, r"cu_seqlens_k must be in \[0, 7\].*got 9 at"),
         ({"cu_seqlens_q": jnp.array([0, 4, 5])}, "max_seqlen_q must be at least.*sequence 0 has 4"),
-        ({"query": zeros(T, N, H).at[3].set(jnp.nan)}, r"query must be finite.*\(3, 0, 0\)"),
-        ({"bias": zeros(3, 4).at[1, 3].set(jnp.nan)}, "bias must be finite or -inf"),
+        ({"query": changed(zeros(T, N, H), 3, np.nan)}, r"query must be finite.*\(3, 0, 0\)"),
+        ({"bias": changed(zeros(3, 4), (1, 3), np.nan)}, "bias must be finite or -inf"),
         (
             {"mask": Mask.segments(jnp.array([0, 0, 1, 3, -1]), jnp.array([0, 3, 0, 3, 1, 2, -1]))},
             r"query segment ids must occur among.*got 3 at index \(3,\)",
@@ -65,7 +69,7 @@ def test_check_reads_packed_sequences(arguments, message):
 
 
 def test_check_accepts_valid_packed_sequences():
-    garbage = zeros(S, K, H).at[jnp.array([0, 6])].set(jnp.nan)
+    garbage = changed(zeros(S, K, H), [0, 6], np.nan)
     starts = {"cu_seqlens_q": jnp.array([0, 3, 5]), "cu_seqlens_k": jnp.array([1, 1, 6])}
     bias = jnp.full((2, 1, 1, 6), -jnp.inf).at[1, :, :, 5].set(jnp.nan)
     arguments = good_varlen() | starts | {"max_seqlen_k": 6, "bias": bias}
@@ -73,12 +77,12 @@ def test_check_accepts_valid_packed_sequences():
 
 
 def test_check_accepts_valid_arguments():
-    garbage = zeros(B, S, K, H).at[1, 3:].set(jnp.nan)
+    garbage = changed(zeros(B, S, K, H), np.s_[1, 3:], np.nan)
     jax_memeff.check(
         zeros(B, T, N, H),
         garbage,
         garbage,
-        zeros(T, S).at[0, 1].set(-jnp.inf),
+        changed(zeros(T, S), (0, 1), -np.inf),
         key_value_seq_lengths=jnp.array([7, 3]),
         return_residual=True,
     )

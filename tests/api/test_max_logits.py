@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from arrays import normal
+from arrays import changed, normal
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,8 +23,8 @@ SINKS = np.array([0.5, -np.inf, 30.0, -40.0], np.float32)
 
 
 QUERY, KEY, VALUE = normal(0, B, T, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
-BIAS = normal(3, 1, N, T, S).at[:, 2].set(-np.inf)
-ROW_BIAS = normal(4, B, N, T, 1).at[:, 1, 3:].set(-np.inf)
+BIAS = changed(normal(3, 1, N, T, S), np.s_[:, 2], -np.inf)
+ROW_BIAS = changed(normal(4, B, N, T, 1), np.s_[:, 1, 3:], -np.inf)
 
 
 def defined(query, key, mask=None, bias=None, scale=None, soft_cap=None):

@@ -24,7 +24,7 @@ def archs(monkeypatch):
 
 def kernels(case):
     """The kernels of a call, forward and backward."""
-    operands, _, _ = passed(case, *case.arrays())
+    operands, _, _ = passed(case, *case.arrays(None))
     return [
         cuda.kernels(operands, case.options, needs_grad) for needs_grad in (None, case.needs_grad)
     ]

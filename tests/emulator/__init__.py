@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import one_context
 from jax.interpreters import mlir
 
 from jax_memeff import _ffi
@@ -30,6 +31,7 @@ from . import build
 
 def install() -> None:
     """Lowers the CPU programs of this process to emulated kernels from now on."""
+    one_context.share()
     driver = _driver()  # loads libcuda.so.1, so dlopen finds it from now on
     compiler.compile = compile
     jax.local_devices(backend="cpu")  # hazard: a client that starts later refuses the types

@@ -44,7 +44,7 @@ class Run:
 
 def kernels(made: TangentCase) -> list[KernelSpec]:
     """The forward of a case on Hopper, and the kernel of its tangents."""
-    operands, _ = made.passed()
+    operands, _ = made.passed(None)
     archs = (gpu.WGMMA_ARCH,)
     found = [
         cuda.kernels(operands, made.case.options, None, archs),

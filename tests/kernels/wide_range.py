@@ -33,9 +33,9 @@ class WideRange(Case):
     def __str__(self) -> str:
         return f"{super().__str__()}-size{self.size:g}-column{self.column:g}"
 
-    def arrays(self, seed: int = 0) -> tuple[Operands, Any, Any]:
+    def arrays(self, seed: int | None = 0) -> tuple[Operands, Any, Any]:
         operands, *cotangents = super().arrays(seed)
-        if self.boolean:
+        if self.boolean and seed is not None:
             operands = self.resized_rows(operands, seed)
         query, key, value = (np.float32(self.size) * array for array in operands[:3])
         query[..., 0] *= self.column

@@ -21,7 +21,7 @@ LENGTHS = (37, 12, 21)
 """The lengths of three sequences. Their last tokens come one at a time."""
 PROMPTS = (33, 9, 17)
 X = [
-    jnp.asarray(np.random.default_rng(seed).normal(size=(length, FEATURES)), jnp.float32)
+    np.random.default_rng(seed).normal(size=(length, FEATURES)).astype(np.float32)
     for seed, length in enumerate(LENGTHS)
 ]
 WINDOW = Mask.window(11, None)
@@ -37,7 +37,7 @@ def linen_layer(**settings) -> Any:
     return jax_memeff.flax.linen.MultiHeadAttention(HEADS, num_kv_heads=2, **settings)
 
 
-def steps(call) -> list[jax.Array]:
+def steps(call) -> list[np.ndarray]:
     """Runs the prompts of all sequences in one call, then one token of each per call; returns the
     parts of each sequence.
     """
@@ -49,21 +49,21 @@ def steps(call) -> list[jax.Array]:
 
     bounds = np.cumsum([0, *PROMPTS])
     prompts = [x[:count] for x, count in zip(X, PROMPTS, strict=True)]
-    out = call(jnp.concatenate(prompts), pages(jnp.asarray(bounds)))
+    out = np.asarray(call(jnp.asarray(np.concatenate(prompts)), pages(jnp.asarray(bounds))))
     parts = [[out[first:last]] for first, last in itertools.pairwise(bounds)]
     for step in range(3):
         for name in names:
             pool.grow(name)
         tokens = [x[count + step][None] for x, count in zip(X, PROMPTS, strict=True)]
-        out = call(jnp.stack(tokens), pages())
+        out = np.asarray(call(jnp.asarray(np.stack(tokens)), pages()))
         for part, own in zip(parts, out, strict=True):
             part.append(own)
-    return [jnp.concatenate(part) for part in parts]
+    return [np.concatenate(part) for part in parts]
 
 
 def check(found, whole, tolerance=2e-5):
     # Attention is causal, so a sequence does not see its padding.
-    padded = jnp.stack([jnp.pad(x, ((0, max(LENGTHS) - len(x)), (0, 0))) for x in X])
+    padded = np.stack([np.pad(x, ((0, max(LENGTHS) - len(x)), (0, 0))) for x in X])
     for got, expected in zip(found, jax.jit(whole)(padded), strict=True):
         np.testing.assert_allclose(got, expected[: len(got)], atol=tolerance, rtol=tolerance)
 

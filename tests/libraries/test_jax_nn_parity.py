@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import normal
+from arrays import changed, normal
 
 import jax_memeff
 
@@ -36,9 +36,12 @@ def operands(dtype=jnp.float32):
 
 BIAS = normal(3, B, N, T, S)
 # Column 0 of the mask is valid, because jax.nn defines rows without keys differently.
-MASK = jax.random.bernoulli(jax.random.key(4), 0.6, (B, N, T, S)).at[..., 0].set(True)
-KEY_LENGTHS = jnp.array([23, 11], jnp.int32)
-QUERY_LENGTHS = jnp.array([7, 19], jnp.int32)
+MASK = changed(
+    jax.device_put(np.random.default_rng(4).random((B, N, T, S)) < 0.6), np.s_[..., 0], 1
+)
+KEY_LENGTHS = jax.device_put(np.array([23, 11], np.int32))
+QUERY_LENGTHS = jax.device_put(np.array([7, 19], np.int32))
+TRIANGLE = jax.device_put(np.tri(T, S, dtype=bool)[None, None])
 
 CASES = {
     "plain": {},
@@ -49,7 +52,7 @@ CASES = {
     "window": {"local_window_size": 6},
     "window_sides": {"local_window_size": (7, 9), "is_causal": True},
     "causal_and_window": {"local_window_size": (3, 2), "is_causal": True},
-    "custom_mask": {"mask": jnp.tril(jnp.ones((1, 1, T, S), bool))},
+    "custom_mask": {"mask": TRIANGLE},
     "bias_and_causal": {"bias": BIAS[:1], "is_causal": True},
     "padding": {"query_seq_lengths": QUERY_LENGTHS, "key_value_seq_lengths": KEY_LENGTHS},
     "causal_and_padding": {
@@ -58,7 +61,7 @@ CASES = {
         "key_value_seq_lengths": KEY_LENGTHS,
     },
     "custom_mask_and_padding": {
-        "mask": jnp.tril(jnp.ones((1, 1, T, S), bool)),
+        "mask": TRIANGLE,
         "query_seq_lengths": QUERY_LENGTHS,
         "key_value_seq_lengths": KEY_LENGTHS,
     },

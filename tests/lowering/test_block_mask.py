@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -118,16 +119,14 @@ def test_block_masks_of_broadcast_masks_have_the_whole_batch(divisor):
     first, second = mask.booleans
     tile = BlockMask("queries", QUERY, KEY)
     expanded = first[np.arange(batch) // divisor % 2]
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def lines(mask, shared):
+        return block_masks.lines(mask, None, None, tile, (batch, N, T, S), shared)
+
     for others in ((), (second,)):
         found, expected = (
-            block_masks.lines(
-                dataclasses.replace(mask, booleans=(array, *others)),
-                None,
-                None,
-                tile,
-                (batch, N, T, S),
-                shared,
-            )
+            lines(dataclasses.replace(mask, booleans=(array, *others)), shared)
             for array, shared in (
                 (first[:2], Divisors((("mask.booleans.0", divisor),))),
                 (expanded, Divisors()),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import zeros
+from arrays import changed, zeros
 from paging import append_to_pages, paged_attention
 
 import jax_memeff
@@ -164,7 +164,7 @@ CASES = {
         "mask must not have segment ids.*pass Mask.function",
     ),
     "mask_blocks": (
-        {"mask": EVEN.blocks(zeros(B, T, N, H), zeros(B, 32, K, H))},
+        {"mask": jax.jit(EVEN.blocks)(zeros(B, T, N, H), zeros(B, 32, K, H))},
         ValueError,
         "mask must not have computed blocks.*pass the mask itself",
     ),
@@ -245,7 +245,7 @@ def test_integers_of_any_width(dtype):
 
 
 def with_nan(array, *place):
-    return array.at[place].set(jnp.nan)
+    return changed(array, place, np.nan)
 
 
 @pytest.mark.parametrize(

@@ -18,3 +18,10 @@ def normal(seed: int, *shape: int, dtype: Any = np.float32) -> jax.Array:
 
 def zeros(*shape: int, dtype: Any = np.float32) -> jax.Array:
     return jax.device_put(np.zeros(shape, jax.numpy.dtype(dtype)))
+
+
+def changed(array: jax.Array, place: Any, value: float) -> jax.Array:
+    """The array with another value at a place, as ``array.at[place].set(value)``."""
+    copy = np.array(array)
+    copy[place] = value
+    return jax.device_put(copy)

@@ -91,7 +91,7 @@ def has_backward(case: Case) -> bool:
 
 def kernels(case: Case) -> list[KernelSpec]:
     """The Hopper forward of a case in set_stages(), and its backward if it has one."""
-    operands, _, _ = case.arrays()
+    operands, _, _ = case.arrays(None)
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import packing
-from attention_case import Case, cancellation, passed
+from attention_case import Case, Zeros, cancellation, passed
 
 from jax_memeff._call.operands import Operands, gradients_of, needs_grad_of
 
@@ -29,17 +29,17 @@ class TangentCase:
         letters = "" if self.given == EVERY else f"-d{'d'.join(name[0] for name in self.given)}"
         return f"{self.case}{letters}"
 
-    def arrays(self) -> tuple[Operands, dict[str, np.ndarray]]:
-        """The operands, and tangents that have the whole batch."""
-        operands, _, _ = self.case.arrays()
-        rng = np.random.default_rng(1)
+    def arrays(self, seed: int | None = 0) -> tuple[Operands, dict[str, np.ndarray]]:
+        """The operands, and tangents that have the whole batch; zeros without a seed."""
+        operands, _, _ = self.case.arrays(seed)
+        rng: Any = Zeros() if seed is None else np.random.default_rng(1)
         drawn = {name: rng.standard_normal(getattr(operands, name).shape) for name in EVERY}
         dtype = operands.query.dtype
         return operands, {name: drawn[name].astype(dtype) for name in self.given}
 
-    def passed(self) -> tuple[Operands, dict[str, np.ndarray]]:
+    def passed(self, seed: int | None = 0) -> tuple[Operands, dict[str, np.ndarray]]:
         """The arrays that a call gets: NaN beyond the lengths, and packed if the case asks."""
-        operands, tangents = self.arrays()
+        operands, tangents = self.arrays(seed)
         own, _, _ = passed(self.case, operands, self._like_out(operands), None)
         whole = dataclasses.replace(self.case, shared=())
         others = operands._replace(**tangents)
@@ -63,7 +63,7 @@ class TangentCase:
     @property
     def needs_grad(self) -> Any:
         """The tangents that the call has, as ``lowering.kernels`` takes them."""
-        return needs_grad_of(self.arrays()[0], self.given)
+        return needs_grad_of(self.arrays(None)[0], self.given)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -144,14 +144,19 @@ def levels(name):
     function, _ = FUNCTIONS[name]
     program, arrays = traced_mask_function(function)
     ranges, points = inputs_of_tiles(None, False)
-    captured = [Captured(x[None], None) for x in arrays]
-    found = evaluate(program, ranges, captured)
-    exact = {name: Range.exact(x) for name, x in points.items()}
-    valid = evaluate(program, exact, captured).low
+
+    @jax.jit
+    def evaluated(arrays):
+        captured = [Captured(x[None], None) for x in arrays]
+        exact = {name: Range.exact(x) for name, x in points.items()}
+        found = evaluate(program, ranges, captured)
+        return found.low, found.high, evaluate(program, exact, captured).low
+
+    low, high, valid = map(np.asarray, evaluated(arrays))
     shape = BATCH, HEADS, TILES, TILES
     valid = np.broadcast_to(valid, (*shape, TILE, TILE))
     some, every = valid.any((4, 5)), valid.all((4, 5))
-    by_bounds = np.where(found.high, np.where(found.low, ALL, SOME), NONE)
+    by_bounds = np.where(high, np.where(low, ALL, SOME), NONE)
     by_elements = np.where(some, np.where(every, ALL, SOME), NONE)
     return np.broadcast_to(by_bounds, shape), by_elements
 

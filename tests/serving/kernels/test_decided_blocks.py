@@ -74,14 +74,15 @@ class Step:
                         pool[table[b, place]] = np.nan
         return pools, table
 
-    def run(self, arch: str | None, implementation: Any = "cuda") -> list[np.ndarray]:
-        """Output and logsumexp; with ``arch``, for the process of ``machine``."""
-        if arch is not None:
-            emulator.configure(arch, multiprocessors=5)
+    def arrays(self) -> list[jax.Array]:
         rng = np.random.default_rng(1)
         query = rng.standard_normal((2, self.tokens, self.heads[0], 128))
         (key, value), table = self.pools()
-        call = jax.jit(
+        arrays = [jnp.asarray(x, jnp.bfloat16) for x in (query, key, value)]
+        return [*arrays, jnp.asarray(table), jnp.asarray(self.lengths, jnp.int32)]
+
+    def call(self, implementation: Any = "cuda") -> Any:
+        return jax.jit(
             functools.partial(
                 paged_attention,
                 mask=Mask.function(self.valid),
@@ -91,9 +92,10 @@ class Step:
                 implementation=implementation,
             )
         )
-        arrays = (jnp.asarray(x, jnp.bfloat16) for x in (query, key, value))
-        found = call(*arrays, jnp.asarray(table), jnp.asarray(self.lengths, jnp.int32))
-        return [np.asarray(x, np.float32) for x in found]
+
+    def run(self, implementation: Any = "cuda") -> list[np.ndarray]:
+        """Output and logsumexp."""
+        return [np.asarray(x, np.float32) for x in self.call(implementation)(*self.arrays())]
 
 
 # The mask leaves no block out, so the keys are split in the same way.
@@ -112,35 +114,63 @@ SPOILED = [
 ]
 
 
+def lower(step: Step, arch: str) -> jax.stages.Lowered:
+    """Runs in the process of ``machine``."""
+    emulator.configure(arch, multiprocessors=5)
+    return step.call().lower(*step.arrays())
+
+
+def emulated(step: Step, arch: str) -> list[np.ndarray]:
+    """Output and logsumexp. Runs in the process of ``machine``."""
+    lowered = emulator.lowered(lower, step, arch)
+    emulator.configure(arch, multiprocessors=5)
+    return [np.asarray(x, np.float32) for x in lowered.compile()(*step.arrays())]
+
+
+@pytest.fixture(scope="module")
+def lowered(machine, selected):
+    """Lowers the programs of all steps before the first one runs."""
+    calls = [(call["step"], call["arch"]) for call in selected if "arch" in call]
+    bits = [call["step"] for call in selected if call["step"] in BITS]
+    calls += [(own, "sm_90a") for step in dict.fromkeys(bits) for own in both(step)]
+    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
+
+
+def both(step: Step) -> list[Step]:
+    """The step with decided blocks, and without."""
+    return [step, dataclasses.replace(step, is_opaque=True)]
+
+
 def assert_same_bits(step: Step, found: Any, opaque: Any) -> None:
     assert np.isfinite(found[1]).all(), step
     for decided, tested in zip(found, opaque, strict=True):
         np.testing.assert_array_equal(decided, tested)
 
 
+@pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize("step", BITS, ids=str)
 def test_emulated_decisions_change_no_bit(step, machine):
-    opaque = dataclasses.replace(step, is_opaque=True)
-    found = [machine.submit(own.run, "sm_90a") for own in (step, opaque)]
+    found = [machine.submit(emulated, own, "sm_90a") for own in both(step)]
     assert_same_bits(step, *(run.result(600) for run in found))
 
 
+@pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("step", SPOILED, ids=str)
 def test_emulated_steps_leave_out_blocks(step, arch, machine, assert_close):
     """NaN of values would reach the output through a probability of 0."""
-    found = machine.submit(step.run, arch).result(600)
-    assert_close(found, dataclasses.replace(step, spoils=False).run(None, "xla"), 2e-2)
+    found = machine.submit(emulated, step, arch).result(600)
+    assert_close(found, dataclasses.replace(step, spoils=False).run("xla"), 2e-2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", BITS, ids=str)
 def test_decisions_change_no_bit(step):
-    assert_same_bits(step, step.run(None), dataclasses.replace(step, is_opaque=True).run(None))
+    assert_same_bits(step, *(own.run() for own in both(step)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", SPOILED, ids=str)
 def test_steps_leave_out_blocks(step, assert_close):
     clean = dataclasses.replace(step, spoils=False)
-    assert_close(step.run(None), clean.run(None, "xla"), 2e-2)
+    assert_close(step.run(), clean.run("xla"), 2e-2)

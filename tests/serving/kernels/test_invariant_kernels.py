@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from paged_case import TOLERANCES, Case
-from paging import paged_attention
+from paging import Paging, paged_attention
 
 
 def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -46,52 +46,93 @@ class Invariant:
             scales=self.scales,
         )
 
+    def calls(self) -> list[Call]:
+        """Calls that compute the last token: in a chunk, in a chunk beside others, and in steps, on
+        machines with few and with many multiprocessors.
+        """
+        return [
+            Call(self, (150,), (self.length,), 5),
+            Call(self, (2, 40, 30), (200, self.length, 30), 5),
+            Call(self, (1, 1), (self.length, 7), 5),
+            Call(self, (1,), (self.length,), 1),
+            Call(self, (1,), (self.length,), 20),
+        ]
 
-def rows_of_last_tokens(invariant: Invariant, on_gpu: bool) -> list[Any]:
-    """The results of the last token of a sequence: in a chunk, in a chunk beside others, and in
-    steps, on machines with few and with many multiprocessors.
-    """
-    length, features, case = invariant.length, invariant.features, invariant.case
-    own, own_features = case.batch(), {"score_mod": alibi} if "score_mod" in features else {}
-    calls = [
-        ((150,), (length,), 5),
-        ((2, 40, 30), (200, length, 30), 5),
-        ((1, 1), (length, 7), 5),
-        ((1,), (length,), 1),
-        ((1,), (length,), 20),
-    ]
-    found = []
-    for counts, lengths, multiprocessors in calls:
-        if not on_gpu:
-            emulator.configure(invariant.arch, multiprocessors=multiprocessors)
-        others = dataclasses.replace(case, lengths=lengths, counts=counts, seed=len(counts))
-        made, place = others.batch(), lengths.index(length)
-        end = made.starts[place + 1]
-        made.query[end - counts[place] : end] = own.query[150 - counts[place] : 150]
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A batch that has the sequence."""
+
+    invariant: Invariant
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    multiprocessors: int
+
+    @property
+    def case(self) -> Case:
+        return dataclasses.replace(
+            self.invariant.case, lengths=self.lengths, counts=self.counts, seed=len(self.counts)
+        )
+
+    @property
+    def place(self) -> int:
+        """The index of the sequence."""
+        return self.lengths.index(self.invariant.length)
+
+    def batch(self) -> Paging:
+        """A batch in which the sequence has its own queries, keys, values and scales."""
+        own, made, place = self.invariant.case.batch(), self.case.batch(), self.place
+        count, end = self.counts[place], made.starts[place + 1]
+        made.query[end - count : end] = own.query[150 - count : 150]
         for name, scale in (("key_pages", "key_scale"), ("value_pages", "value_scale")):
-            for page in range(-(-length // 16)):
+            for page in range(-(-self.invariant.length // 16)):
                 target, source = made.table[place, page], own.table[0, page]
                 getattr(made, name)[target] = getattr(own, name)[source]
                 if scale in made.scales and made.scales[scale].ndim == 2:
                     made.scales[scale][target] = own.scales[scale][source]
             if scale in made.scales and made.scales[scale].ndim == 1:
                 made.scales[scale][:] = own.scales[scale]
+        return made
+
+    def lowered(self) -> jax.stages.Lowered:
+        made = self.batch()
+        features = self.case.arguments() | made.scales
+        if "score_mod" in features:
+            features["score_mod"] = alibi
         call = jax.jit(
-            lambda *arrays, starts, most, case=others: paged_attention(
+            lambda *arrays, starts: paged_attention(
                 *arrays,
                 query_starts=starts,
-                max_query_length=most,
+                max_query_length=max(self.counts),
                 return_residual=True,
                 implementation="cuda",
                 batch_invariant=True,
-                **case.arguments() | own_features | made.scales,  # noqa: B023
-            ),
-            static_argnames="most",
+                **features,
+            )
         )
         arrays = map(jnp.asarray, made.arguments)
-        out, lse = call(*arrays, starts=jnp.asarray(made.starts), most=max(counts))
-        found.append((np.asarray(out[end - 1]), np.asarray(lse[end - 1])))
-    return found
+        return call.lower(*arrays, starts=jnp.asarray(made.starts))
+
+    def row(self, lowered: jax.stages.Lowered) -> tuple[np.ndarray, np.ndarray]:
+        """The results of the last token of the sequence."""
+        made = self.batch()
+        arrays = map(jnp.asarray, made.arguments)
+        out, lse = lowered.compile()(*arrays, starts=jnp.asarray(made.starts))
+        last = made.starts[self.place + 1] - 1
+        return np.asarray(out)[last], np.asarray(lse)[last]
+
+
+def lower(call: Call) -> jax.stages.Lowered:
+    """Runs in the process of ``machine``."""
+    emulator.configure(call.invariant.arch, multiprocessors=call.multiprocessors)
+    return call.lowered()
+
+
+def emulated(call: Call) -> tuple[np.ndarray, np.ndarray]:
+    """The results of the last token. Runs in the process of ``machine``."""
+    lowered = emulator.lowered(lower, call)
+    emulator.configure(call.invariant.arch, multiprocessors=call.multiprocessors)
+    return call.row(lowered)
 
 
 INVARIANT = [
@@ -107,9 +148,19 @@ INVARIANT = [
 ]
 
 
+@pytest.fixture(scope="module")
+def lowered(machine, selected):
+    """Lowers the programs of all calls before the first one runs."""
+    invariants = [call["invariant"] for call in selected if {*call} == {"invariant"}]
+    calls = [(call,) for invariant in invariants for call in invariant.calls()]
+    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
+
+
+@pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize("invariant", INVARIANT, ids=str)
 def test_emulated_bits_do_not_depend_on_the_batch(invariant, machine, assert_close):
-    found = machine.submit(rows_of_last_tokens, invariant, False).result(600)
+    runs = [machine.submit(emulated, call) for call in invariant.calls()]
+    found = [run.result(600) for run in runs]
     assert_equal_bits(found)
     if "score_mod" not in invariant.features:
         want_out, want_lse = invariant.case.want(invariant.case.batch())
@@ -124,7 +175,8 @@ def test_emulated_bits_do_not_depend_on_the_batch(invariant, machine, assert_clo
 def test_bits_do_not_depend_on_the_batch(invariant, dtype):
     if invariant.scales and dtype == "float32":
         pytest.skip("kernels read pages of float8 with queries of 16 bits")
-    assert_equal_bits(rows_of_last_tokens(dataclasses.replace(invariant, dtype=dtype), True))
+    calls = dataclasses.replace(invariant, dtype=dtype).calls()
+    assert_equal_bits([call.row(call.lowered()) for call in calls])
 
 
 def assert_equal_bits(found: Any) -> None:

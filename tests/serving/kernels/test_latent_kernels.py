@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import emulator
+import jax
 import numpy as np
 import pytest
 from paged_case import Case, assert_matches
@@ -51,13 +53,29 @@ EMULATED = [
 ]
 
 
-def emulated(case: Case, multiprocessors: int):
+def lower(case: Case, multiprocessors: int) -> jax.stages.Lowered:
     """Runs in the process of ``machine``."""
     # Each case has another order of warps, copies and products.
     emulator.configure("sm_90a", multiprocessors=multiprocessors, seed=multiprocessors)
-    return case.found(case.batch())
+    return case.lowered(case.batch())
 
 
+def emulated(case: Case, multiprocessors: int) -> Any:
+    """Runs in the process of ``machine``."""
+    lowered = emulator.lowered(lower, case, multiprocessors)
+    emulator.configure("sm_90a", multiprocessors=multiprocessors, seed=multiprocessors)
+    return case.found(case.batch(), lowered)
+
+
+@pytest.fixture(scope="module")
+def lowered(machine, selected):
+    """Lowers the programs of all cases before the first one runs."""
+    names = ("case", "multiprocessors")
+    calls = [tuple(map(call.get, names)) for call in selected if {*names} <= {*call}]
+    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
+
+
+@pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize(("multiprocessors", "case"), EMULATED, ids=str)
 def test_emulated_kernels(multiprocessors, case, machine, assert_close):
     found = machine.submit(emulated, case, multiprocessors).result(timeout=600)
