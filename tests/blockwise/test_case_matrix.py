@@ -10,9 +10,10 @@ import itertools
 import case_matrix
 import kernel_cases
 import pytest
-from attention_case import Case, assert_matches_the_oracle, passed
+from attention_case import Case, passed
 from case_matrix import AXES
 from dropout_bits import assert_dropout_bits
+from oracle_checks import assert_matches_the_oracle
 
 from jax_memeff._cuda import lowering as cuda
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import normal
-from attention_case import Case, assert_matches_the_oracle
+from attention_case import Case
 from kernel_cases import BOTTOM_RIGHT, CAUSAL, WINDOW
+from oracle_checks import assert_matches_the_oracle
 
 import jax_memeff
 from jax_memeff import Mask, Offsets

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from attention_case import Case, cancellation, largest
+from attention_case import Case
 from kernel_cases import BOTTOM_RIGHT, CAUSAL
+from oracle_checks import cancellation, largest
 
 from jax_memeff._call.operands import Operands
 

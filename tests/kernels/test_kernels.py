@@ -16,16 +16,10 @@ import oracle
 import packing
 import pytest
 import wide_range
-from attention_case import (
-    Case,
-    assert_matches_the_oracle,
-    assert_results_match,
-    passed,
-    run,
-    run_case,
-)
+from attention_case import Case, passed, run, run_case
 from dropout_bits import assert_dropout_bits
 from kernel_cases import CAUSAL, WINDOW
+from oracle_checks import assert_matches_the_oracle, assert_results_match
 
 import jax_memeff
 from jax_memeff._call.mask import Mask

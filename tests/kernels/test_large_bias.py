@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import test_emulated
 from attention_case import run_case
+from emulated_runs import LENGTHS, Run
 from jax.sharding import PartitionSpec as P
 from kernel_cases import BOTTOM_RIGHT, CAUSAL, WINDOW
 from large_bias import LargeBias, assert_matches
 from ring_case import compiled, normal, ring_mesh
-from test_emulated import LENGTHS, Run
 
 import jax_memeff
 

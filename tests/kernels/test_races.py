@@ -17,8 +17,9 @@ import jax
 import lateness
 import numpy as np
 import pytest
-from attention_case import Case, assert_results_match, run_case
+from attention_case import Case, run_case
 from kernel_cases import CAUSAL
+from oracle_checks import assert_results_match
 
 from jax_memeff._call.operands import Gradients, gradients_of
 from jax_memeff._op import primitives
