@@ -2,9 +2,9 @@
 
 It writes between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``. ``tables`` has
 all results, ``summary`` only the ratios, ``host`` the host's cost. Results without a cell of the
-main grid go to ``features``, or to the block that _BLOCKS names for their cells; those of ring.py
-go to ``ring``, those of paged.py to ``paged``, and those of tests/gallery/gallery_errors.py to
-``errors``. Blocks that were not measured are kept. ``overview`` is written each time, from the
+main grid go to ``features``, or to a block of their own if _BLOCKS has their group; those of
+ring.py go to ``ring``, those of paged.py to ``paged``, and those of tests/gallery/gallery_errors.py
+to ``errors``. Blocks that were not measured are kept. ``overview`` is written each time, from the
 results in benchmarks/results, with a picture of its own.
 """
 
@@ -33,19 +33,11 @@ _TARGETS = (_ROOT / "docs" / "benchmarks.md", _ROOT / "README.md")
 _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
-# The block for results whose cells are all of one such group.
-_BLOCKS = {
-    "masks": "masks",
-    "deterministic": "deterministic",
-    "decode": "decode",
-    "dims": "dims",
-    "large_dims": "large_dims",
-    "float32": "float32",
-    "functions": "functions",
-}
+# Groups with a block of their own, for results whose cells are all of one.
+_BLOCKS = ("masks", "deterministic", "decode", "dims", "large_dims", "float32", "functions")
 _NAMES = (
     *("tables", "summary", "host", "features", "paged", "ring", "errors", "overview"),
-    *dict.fromkeys(_BLOCKS.values()),
+    *_BLOCKS,
 )
 _FIRST_RESULTS = {"cold": "empty cache", "warm": "filled cache", "archive": "archive"}
 _GRID = frozenset(("main", "small", "tiny"))
@@ -285,8 +277,8 @@ def of_grid(document: dict[str, Any]) -> bool:
 
 def block_of(document: dict[str, Any]) -> str:
     """The name of the block for results beside the main grid."""
-    names = {_BLOCKS.get(cell["group"], "features") for cell in document["cells"]}
-    return names.pop() if len(names) == 1 else "features"
+    groups = {cell["group"] for cell in document["cells"]}
+    return groups.pop() if len(groups) == 1 and groups <= set(_BLOCKS) else "features"
 
 
 def plot_path(document: dict[str, Any], grid: Path) -> Path | None:

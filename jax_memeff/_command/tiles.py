@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 
 from jax_memeff.codegen.features.mask import NO_BOUND
 from jax_memeff.codegen.spec import KernelSpec
@@ -28,9 +27,9 @@ def drawing(options: argparse.Namespace, spec: KernelSpec) -> str:
     if options.window == NO_BOUND:
         return "no drawing: pass a bound, such as --window 256"
     # Only drawings and functions need JAX.
-    most = importlib.import_module("jax_memeff._call.mask.pictures.picture").MOST_TILES
-    count = math.prod(-(-options.seq // own) for own in (spec.tile.query, spec.tile.key))
-    if count > most:
+    pictures = importlib.import_module("jax_memeff._call.mask.pictures.picture")
+    count = pictures.number_of_tiles((options.seq,) * 2, (spec.tile.query, spec.tile.key))
+    if count > pictures.MOST_TILES:
         return f"no drawing: it would have {count} tiles; pass a smaller --seq"
     mask_type = importlib.import_module("jax_memeff._call.mask").Mask
     mask = mask_type()

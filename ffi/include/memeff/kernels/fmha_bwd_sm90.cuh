@@ -359,7 +359,6 @@ struct FmhaBackwardSm90 {
       for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
         uint32_t const query_tile = query_tile_of(tiles, stage.index);
         uint32_t const out_tile = out_tile_of(tiles, stage.index);
-        if constexpr (kStages == 2) score_buffer = stage.index;  // saves a register
         uint32_t const score_tile = tiles + kScoreOffset + score_buffer * ScoreTile::kBytes;
         consumer.wait_for_queries(tile, stage, query_tile, out_tile);
         auto scores = ScoreGrid::make_accumulators();          // (4, 1, MMA_N)

@@ -5,7 +5,6 @@
 
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/schedule/grid.cuh>
 
 namespace memeff {
 

@@ -123,6 +123,15 @@ def of_mask(
     )
 
 
+def number_of_tiles(sizes: tuple[int, int], tile: tuple[int, int]) -> int:
+    """The tiles of so many rows and columns.
+
+    >>> number_of_tiles((300, 64), (128, 64))
+    3
+    """
+    return math.prod(-(-count // own) for count, own in zip(sizes, tile, strict=True))
+
+
 def of_canonical(
     mask: Mask,
     scores: tuple[int, int, int, int],
@@ -139,7 +148,7 @@ def of_canonical(
     """
     offsets = Offsets() if offsets is None else offsets
     sizes = scores[2:]
-    tiles = math.prod(-(-count // own) for count, own in zip(sizes, tile, strict=True))
+    tiles = number_of_tiles(sizes, tile)
     if tiles > MOST_TILES:
         raise ValueError(
             f"tile: a picture must have at most {MOST_TILES} tiles, got {tiles} tiles of "
