@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from jax._src.interpreters import mlir
-from jax._src.lib.mlir import ir
+from jaxlib.mlir import ir
 
 
 def share() -> None:
