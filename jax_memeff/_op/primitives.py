@@ -190,9 +190,9 @@ def _tangent_digest(avals: Sequence[Any], **params: Any) -> bytes:
 
 
 def _kernel_digest(avals: Sequence[Any], **params: Any) -> bytes:
-    from jax_memeff._cuda import lowering
+    from jax_memeff._cuda import selection
 
-    return lowering.digest(avals, **params)
+    return selection.digest(avals, **params)
 
 
 def _register(

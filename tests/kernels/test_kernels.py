@@ -24,7 +24,7 @@ from oracle_checks import assert_matches_the_oracle, assert_results_match
 import jax_memeff
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import NeedsGrad, QkvPackedOperands
-from jax_memeff._cuda import lowering as cuda
+from jax_memeff._cuda import selection
 from jax_memeff._op import vjp
 from jax_memeff.codegen import strategy
 
@@ -56,10 +56,10 @@ def compiled(compile_kernels, selected):
     for case, choices in gradients.items():
         operands, _, _ = passed(case, *case.arrays())
         for needs_grad in choices:
-            for arch, spec in cuda.kernels(operands, case.options, needs_grad).items():
+            for arch, spec in selection.of_types(operands, case.options, needs_grad).items():
                 jobs.add((spec, arch))
         with without_splits():
-            for arch, spec in cuda.kernels(operands, case.options, None).items():
+            for arch, spec in selection.of_types(operands, case.options, None).items():
                 jobs.add((spec, arch))
     compile_kernels(jobs)
 

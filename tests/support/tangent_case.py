@@ -63,7 +63,7 @@ class TangentCase:
 
     @property
     def needs_grad(self) -> Any:
-        """The tangents that the call has, as ``lowering.kernels`` takes them."""
+        """The tangents that the call has, as ``selection.of_types`` takes them."""
         return needs_grad_of(self.arrays(None)[0], self.given)
 
 

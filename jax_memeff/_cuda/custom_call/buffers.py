@@ -25,9 +25,12 @@ from jax_memeff._call.operands import (
 )
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import block_mask as block_masks
-from jax_memeff._cuda import functions, traced_windows
+from jax_memeff._cuda import functions, traced_windows, workspaces
 from jax_memeff.codegen.launch import BlockMask
 from jax_memeff.codegen.spec import KernelSpec
+
+ROW_STATISTICS = (1, 2, 0)
+"""The layout of logsumexps, minor to major: [B, T, N] for users and [B, N, T] in memory."""
 
 
 class Buffer(NamedTuple):
@@ -124,6 +127,12 @@ def of_block_masks(
         )
         for block_mask in sorted(maps)
     ]
+
+
+def of_workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:
+    """The memory that the kernels need besides operands and results."""
+    sizes = workspaces.sizes_of(avals, options.divisors)
+    return list(itertools.starmap(Buffer, workspaces.of_kernels(sizes, specs.values())))
 
 
 def computed(
