@@ -18,7 +18,8 @@ from jax_memeff._call.mask.block_mask import Indices, Tiling
 from jax_memeff._call.mask.bounds import Captured
 from jax_memeff._call.mask.computed_blocks import of_tiles
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import FunctionState, captured_name
+from jax_memeff._call.operands.arrays import FunctionState
+from jax_memeff._call.operands.gradients import captured_name
 from jax_memeff._call.options import Divisors
 from jax_memeff._call.sequences import Sequences
 from jax_memeff.codegen.launch import BlockMask

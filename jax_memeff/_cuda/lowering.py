@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jax_memeff._call import sinks
-from jax_memeff._call.operands import NeedsGrad, gradients_needed
+from jax_memeff._call.operands.gradients import NeedsGrad, gradients_needed
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import exact_sums, functions, mixed_batches, selection
 from jax_memeff._cuda.custom_call import attributes, buffers

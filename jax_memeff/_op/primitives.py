@@ -31,11 +31,10 @@ from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise import varlen as blockwise_varlen
 from jax_memeff._call import compat, divisors, sinks
-from jax_memeff._call.operands import (
+from jax_memeff._call.operands.arrays import AnyOperands, QkvPackedOperands
+from jax_memeff._call.operands.gradients import (
     AnyGradients,
-    AnyOperands,
     NeedsGrad,
-    QkvPackedOperands,
     array_of,
     gradients_from,
     gradients_needed,

@@ -15,7 +15,7 @@ from jax_memeff._api import attention as api
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.pictures.picture import Picture, elements, of_canonical
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import static_integer
 from jax_memeff._cuda import selection

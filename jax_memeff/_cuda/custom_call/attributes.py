@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from jax_memeff._call import divisors
-from jax_memeff._call.operands import Operands, captured_name, items
+from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands.gradients import captured_name
+from jax_memeff._call.operands.table import items
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import traced_windows
 from jax_memeff._cuda.custom_call import buffers

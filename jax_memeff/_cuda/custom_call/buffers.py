@@ -14,15 +14,8 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jax_memeff._call import divisors
-from jax_memeff._call.operands import (
-    NO_BUFFER,
-    Item,
-    Operands,
-    QkvPackedOperands,
-    batch_of,
-    in_table_order,
-    pages_of,
-)
+from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands, batch_of, pages_of
+from jax_memeff._call.operands.table import NO_BUFFER, Item, in_table_order
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import block_mask as block_masks
 from jax_memeff._cuda import functions, traced_windows, workspaces

@@ -12,7 +12,7 @@ import jax
 from jax.interpreters import mlir
 
 from jax_memeff._blockwise import derivatives as blockwise
-from jax_memeff._call.operands import named_arrays, needs_grad_of
+from jax_memeff._call.operands.gradients import named_arrays, needs_grad_of
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import selection
 from jax_memeff._cuda.custom_call import attributes, buffers
