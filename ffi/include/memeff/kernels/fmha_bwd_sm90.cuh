@@ -22,14 +22,14 @@
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/kernels/backward/consumer_sm90.cuh>
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/dbias/sm90.cuh>
 #include <memeff/kernels/backward/dq_sums/sm90.cuh>
-#include <memeff/kernels/backward/epilogue_sm90.cuh>
+#include <memeff/kernels/backward/one_kernel/consumer.cuh>
+#include <memeff/kernels/backward/one_kernel/epilogue.cuh>
+#include <memeff/kernels/backward/one_kernel/producer.cuh>
 #include <memeff/kernels/backward/postprocess.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
-#include <memeff/kernels/backward/producer_sm90.cuh>
 #include <memeff/kernels/backward/transposed_score_gradient.cuh>
 #include <memeff/layout/backward_tiles_sm90.cuh>
 #include <memeff/layout/key_value_source.cuh>
