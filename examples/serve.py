@@ -34,7 +34,8 @@ from matplotlib.figure import Figure
 from rich.progress import BarColumn, Progress, TextColumn
 from serve_model import Pools, copied_page, next_tokens, trained, without_cache
 from serve_requests import LOADS, PAGE_SIZE, Load, Request, random_requests
-from train_gpt import PRESETS, Preset, standard_library_text
+from train_gpt import PRESETS, Preset
+from training_text import standard_library_text
 
 from jax_memeff import OutOfPagesError, PagePool
 

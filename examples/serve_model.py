@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from serve_requests import Request
-from train_gpt import GPT, VOCABULARY, Preset, Trainer, train
+from train_gpt import GPT, Preset, Trainer, train
+from training_text import VOCABULARY
 
 import jax_memeff
 from jax_memeff.flax import rotary_embedding

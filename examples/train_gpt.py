@@ -20,9 +20,8 @@ import dataclasses
 import functools
 import json
 import sys
-import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -32,11 +31,17 @@ import optax
 from flax import nnx
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from training_text import (
+    VOCABULARY,
+    batches,
+    standard_library_text,
+    unigram_entropy,
+    validation_batches,
+)
 
 import jax_memeff
 from jax_memeff.flax import rotary_embedding
 
-VOCABULARY = 256
 TARGET = 0.75
 """The final validation loss has to be at most this share of the unigram entropy."""
 
@@ -66,61 +71,6 @@ PRESETS = {
     ),
     "gpu": Preset(8, 512, 8, 1024, 32, 1000, 1.5e-3, "bfloat16", 256),
 }
-
-
-# ---------------------------------------------------------------------------------------- text
-
-
-def standard_library_text() -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of the standard library's modules, as (training, validation) uint8 arrays.
-
-    Files are taken in the order of their relative paths, without tests and installed packages;
-    every tenth file is for validation.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    files = [path.relative_to(root) for path in root.rglob("*.py")]
-    files = sorted(path.as_posix() for path in files if not skipped & set(path.parts))
-    if len(files) < 10:
-        raise SystemExit(
-            f"expected the source of the standard library under {root}, got {len(files)} .py files:"
-            " run this example with a Python that ships its library as source files"
-        )
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
-    for index, name in enumerate(files):
-        parts[index % 10 == 9].append((root / name).read_bytes())
-    train, validation = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
-    return train, validation
-
-
-def unigram_entropy(text: np.ndarray) -> float:
-    """Entropy of the byte frequencies of ``text`` (uint8), in nats per byte.
-
-    No model that ignores context reaches a lower loss on this text.
-
-    >>> round(unigram_entropy(np.array([0, 1, 1, 0], np.uint8)), 4)  # ln 2
-    0.6931
-    """
-    counts = np.bincount(text, minlength=VOCABULARY)
-    frequencies = counts[counts > 0] / text.size
-    return float(-np.sum(frequencies * np.log(frequencies)))
-
-
-def batches(text: np.ndarray, preset: Preset, seed: int) -> Iterator[np.ndarray]:
-    """Endless int32 batches ``[batch, context + 1]`` of windows at random places of ``text``."""
-    generator = np.random.default_rng(seed)
-    window = np.arange(preset.context + 1)
-    while True:
-        starts = generator.integers(0, text.size - preset.context, preset.batch)
-        yield text[starts[:, None] + window].astype(np.int32)
-
-
-def validation_batches(text: np.ndarray, preset: Preset) -> Iterator[np.ndarray]:
-    """The fixed windows that validation reads: evenly spaced over ``text``."""
-    window = np.arange(preset.context + 1)
-    starts = np.linspace(0, text.size - window.size, preset.validation_windows).astype(np.int64)
-    for index in range(0, starts.size, preset.batch):
-        yield text[starts[index : index + preset.batch, None] + window].astype(np.int32)
 
 
 # --------------------------------------------------------------------------------------- model
@@ -246,7 +196,7 @@ class Trainer:
 
     def validate(self, text: np.ndarray, preset: Preset) -> float:
         """Mean loss over the validation windows, in nats per byte."""
-        windows = validation_batches(text, preset)
+        windows = validation_batches(text, preset.batch, preset.context, preset.validation_windows)
         sums = [self._loss(self.parameters, w, self.key) * len(w) for w in windows]
         return float(sum(sums)) / preset.validation_windows
 
@@ -286,7 +236,7 @@ def train(
     ``on_validation`` is called after each validation, with these of the steps so far.
     """
     train_text, validation_text = standard_library_text()
-    stream = batches(train_text, preset, seed)
+    stream = batches(train_text, preset.batch, preset.context, seed)
     every = -(-steps // 6)
     losses: list[jax.Array] = []
     validation = [(0, trainer.validate(validation_text, preset))]

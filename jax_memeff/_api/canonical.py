@@ -14,7 +14,7 @@ from jax_memeff._api import argument_numbers as numbers
 from jax_memeff._call import dropout, functions, max_logits
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import checked as offsets_of_call
-from jax_memeff._call.operands import Operands, QkvPackedOperands
+from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import flag
 from jax_memeff._op import vjp

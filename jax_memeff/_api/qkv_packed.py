@@ -13,7 +13,7 @@ from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
 from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
-from jax_memeff._call.operands import QkvPackedOperands
+from jax_memeff._call.operands.arrays import QkvPackedOperands
 from jax_memeff._call.values import flag
 
 

@@ -20,7 +20,7 @@ from jax_memeff._call import compat, functions, max_logits, sinks
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.options import RANDOM_BLOCK
 from jax_memeff._call.values import flag
 from jax_memeff._ring import all_to_all, derivatives

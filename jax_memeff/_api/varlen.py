@@ -14,7 +14,7 @@ from jax_memeff._api.arguments import CommonArguments, in_full, with_defaults
 from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.sequences import Sequences, starts_and_lengths
 from jax_memeff._call.values import flag
 

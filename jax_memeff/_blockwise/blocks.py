@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.options import RANDOM_BLOCK
 from jax_memeff._call.pages import INVARIANT_COLUMNS
 

@@ -35,14 +35,12 @@ from jax_memeff._call.divisors import (
     whole,
     without_divisors,
 )
-from jax_memeff._call.operands import (
+from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands, batch_of
+from jax_memeff._call.operands.gradients import (
     Gradients,
     NeedsGrad,
-    Operands,
     QkvPackedGradients,
-    QkvPackedOperands,
     array_of,
-    batch_of,
     gradients_needed,
     named_arrays,
     replaced,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands.arrays import Operands
 
 
 def key_tile(operands: Operands, first: jax.Array, size: int, dtype: jnp.dtype) -> jax.Array:

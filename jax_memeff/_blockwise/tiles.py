@@ -22,7 +22,8 @@ from jax_memeff._call import dropout
 from jax_memeff._call.divisors import as_gradient, broadcastable, expanded, of_booleans
 from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_tile
-from jax_memeff._call.operands import Operands, captured_name
+from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands.gradients import captured_name
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import require_static, score_dtype
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from jax_memeff._call.offsets import Index, Offsets
-from jax_memeff._call.operands import DropoutState, Operands
+from jax_memeff._call.operands.arrays import DropoutState, Operands
 from jax_memeff._call.options import RANDOM_BLOCK, Options
 from jax_memeff._call.values import static_integer, static_number
 

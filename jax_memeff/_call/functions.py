@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._call.offsets import Index, Offsets
-from jax_memeff._call.operands import FunctionState
+from jax_memeff._call.operands.arrays import FunctionState
 
 ScoreFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array | float]
 """From score, batch index, head, row and column, all of them scalars, to a score."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff._call.operands import is_varlen
+from jax_memeff._call.operands.arrays import is_varlen
 from jax_memeff._call.sequences import sequence_of_tokens
 
 

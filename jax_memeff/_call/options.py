@@ -1,4 +1,4 @@
-"""The static part of a call. The arrays are in ``operands.py``."""
+"""The static part of a call. The arrays are in ``operands``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from jax_memeff import (
     paged_attention,
     varlen_attention,
 )
-from jax_memeff._cuda import lowering
+from jax_memeff._cuda import selection
 from jax_memeff.codegen.spec import KernelSpec
 
 Job = tuple[KernelSpec, str]
@@ -79,7 +79,7 @@ def kernels(names: Sequence[str], archs: Sequence[str]) -> list[Job]:
     for call, types in itertools.chain.from_iterable(_calls(MODELS[name]) for name in names):
         for equation in _equations(jax.make_jaxpr(call)(*types).jaxpr):
             avals = [variable.aval for variable in equation.invars]
-            for specs in lowering.kernels_of_call(avals, **equation.params, archs=archs):
+            for specs in selection.of_call(avals, **equation.params, archs=archs):
                 found |= {(spec, arch): None for arch, spec in specs.items()}
     return list(found)
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._blockwise import backward, varlen
-from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands
+from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands
+from jax_memeff._call.operands.gradients import NeedsGrad
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import traced_windows
 from jax_memeff.codegen.features.functions import AskedFunctions

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jax_memeff._call.operands import Operands
-from jax_memeff._cuda import buffers
+from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._cuda.custom_call import buffers
 from jax_memeff.codegen.strategy import FEW_ROWS
 
 

@@ -7,7 +7,8 @@ import math
 
 from jax_memeff._call import divisors
 from jax_memeff._call.mask import Window
-from jax_memeff._call.operands import NeedsGrad, Operands, array_of, differentiable
+from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands.gradients import NeedsGrad, array_of, differentiable
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import functions
 from jax_memeff.codegen.features import FEATURES

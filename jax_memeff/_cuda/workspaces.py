@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from jax_memeff._call.divisors import gradient_shape
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.options import Divisors
 from jax_memeff.codegen.launch import Workspace
 from jax_memeff.codegen.sizes import Sizes

@@ -22,18 +22,16 @@ from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise.tiles import has_probabilities
 from jax_memeff._blockwise.varlen import longest
 from jax_memeff._call import divisors, sinks
-from jax_memeff._call.operands import (
+from jax_memeff._call.operands.arrays import AnyOperands, Operands, pages_of
+from jax_memeff._call.operands.gradients import (
     AnyGradients,
-    AnyOperands,
     NeedsGrad,
-    Operands,
     array_of,
     differentiable,
     gradients_from,
     gradients_of,
     named_arrays,
     needs_grad_of,
-    pages_of,
 )
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import token_indices

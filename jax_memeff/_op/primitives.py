@@ -31,11 +31,10 @@ from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise import varlen as blockwise_varlen
 from jax_memeff._call import compat, divisors, sinks
-from jax_memeff._call.operands import (
+from jax_memeff._call.operands.arrays import AnyOperands, QkvPackedOperands
+from jax_memeff._call.operands.gradients import (
     AnyGradients,
-    AnyOperands,
     NeedsGrad,
-    QkvPackedOperands,
     array_of,
     gradients_from,
     gradients_needed,
@@ -190,9 +189,9 @@ def _tangent_digest(avals: Sequence[Any], **params: Any) -> bytes:
 
 
 def _kernel_digest(avals: Sequence[Any], **params: Any) -> bytes:
-    from jax_memeff._cuda import lowering
+    from jax_memeff._cuda import selection
 
-    return lowering.digest(avals, **params)
+    return selection.digest(avals, **params)
 
 
 def _register(

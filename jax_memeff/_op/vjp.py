@@ -19,13 +19,8 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_memeff._call import compat
-from jax_memeff._call.operands import (
-    AnyOperands,
-    NeedsGrad,
-    array_of,
-    differentiable,
-    needs_grad_of,
-)
+from jax_memeff._call.operands.arrays import AnyOperands
+from jax_memeff._call.operands.gradients import NeedsGrad, array_of, differentiable, needs_grad_of
 from jax_memeff._call.options import Options
 from jax_memeff._op import derivatives, primitives
 

@@ -18,7 +18,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_memeff._call import compat
-from jax_memeff._call.operands import Gradients, NeedsGrad, Operands
+from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands.gradients import Gradients, NeedsGrad
 from jax_memeff._op.derivatives import named
 from jax_memeff._op.vjp import Perturbed, forward_mode_is_named, is_forward_mode, perturbed
 from jax_memeff._ring import forward_backward

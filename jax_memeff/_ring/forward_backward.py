@@ -17,10 +17,10 @@ from jax import lax
 
 from jax_memeff._blockwise.tiles import write_block
 from jax_memeff._call import sinks
-from jax_memeff._call.operands import (
+from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands.gradients import (
     Gradients,
     NeedsGrad,
-    Operands,
     array_of,
     gradients_of,
     named_arrays,

@@ -21,7 +21,7 @@ from jax_memeff._call import compat
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
 from jax_memeff._ring import transfer

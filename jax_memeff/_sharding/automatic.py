@@ -38,15 +38,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_memeff._call import compat
 from jax_memeff._call.divisors import changed, gradient_shape
-from jax_memeff._call.operands import (
-    Item,
-    QkvPackedOperands,
-    batch_of,
-    gradients_needed,
-    gradients_of,
-    items,
-    mapped,
-)
+from jax_memeff._call.operands.arrays import QkvPackedOperands, batch_of
+from jax_memeff._call.operands.gradients import gradients_needed, gradients_of
+from jax_memeff._call.operands.table import Item, items, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
 from jax_memeff._sharding.batch_axes import BatchAxes

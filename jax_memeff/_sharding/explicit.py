@@ -11,7 +11,8 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from jax_memeff._call import compat
-from jax_memeff._call.operands import AnyOperands, items
+from jax_memeff._call.operands.arrays import AnyOperands
+from jax_memeff._call.operands.table import items
 from jax_memeff._call.options import Options
 from jax_memeff._sharding.layout import Sharded, dims, forward_dims, layout, text
 from jax_memeff._sharding.local import (

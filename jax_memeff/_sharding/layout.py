@@ -25,15 +25,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from jax_memeff._call.operands import (
-    Operand,
-    QkvPackedOperands,
-    batch_of,
-    is_varlen,
-    items,
-    mapped,
-    pages_of,
-)
+from jax_memeff._call.operands.arrays import QkvPackedOperands, batch_of, is_varlen, pages_of
+from jax_memeff._call.operands.table import Operand, items, mapped
 from jax_memeff._call.options import Options
 
 Axes = tuple[Any, ...]

@@ -25,7 +25,8 @@ from jax import lax
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.computed_blocks import BLOCK
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import Item, batch_of, mapped
+from jax_memeff._call.operands.arrays import batch_of
+from jax_memeff._call.operands.table import Item, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
 from jax_memeff._sharding.alignment import check_alignment, top_left

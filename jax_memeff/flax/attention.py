@@ -21,7 +21,7 @@ from jax_memeff._api import argument_numbers
 from jax_memeff._api import attention as api
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands import DropoutState
+from jax_memeff._call.operands.arrays import DropoutState
 from jax_memeff._call.values import score_dtype
 from jax_memeff.errors import UnsupportedError
 

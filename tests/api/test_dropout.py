@@ -8,7 +8,7 @@ import pytest
 
 from jax_memeff._call import dropout
 from jax_memeff._call.offsets import Offsets, Position
-from jax_memeff._call.operands import DropoutState
+from jax_memeff._call.operands.arrays import DropoutState
 
 KEY = (0x12345678, 0x9ABCDEF0)
 

@@ -13,7 +13,8 @@ from jaxprs import primitives_of
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call import dropout
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands import NeedsGrad, Operands
+from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands.gradients import NeedsGrad
 from jax_memeff._call.options import Options
 
 
@@ -76,7 +77,8 @@ import resource, sys, threading, time
 import jax, jax.numpy as jnp
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands import Operands, NeedsGrad
+from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands.gradients import NeedsGrad
 from jax_memeff._call.options import Options
 
 T = int(sys.argv[1])

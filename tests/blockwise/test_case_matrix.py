@@ -15,7 +15,7 @@ from case_matrix import AXES
 from dropout_bits import assert_dropout_bits
 from oracle_checks import assert_matches_the_oracle
 
-from jax_memeff._cuda import lowering as cuda
+from jax_memeff._cuda import selection
 
 
 @pytest.fixture
@@ -27,7 +27,8 @@ def kernels(case):
     """The kernels of a call, forward and backward."""
     operands, _, _ = passed(case, *case.arrays(None))
     return [
-        cuda.kernels(operands, case.options, needs_grad) for needs_grad in (None, case.needs_grad)
+        selection.of_types(operands, case.options, needs_grad)
+        for needs_grad in (None, case.needs_grad)
     ]
 
 

@@ -19,7 +19,8 @@ import one_context
 from jax.interpreters import mlir
 
 from jax_memeff import _ffi
-from jax_memeff._cuda import lowering as cuda
+from jax_memeff._cuda import lowering
+from jax_memeff._cuda.custom_call import call
 from jax_memeff._cuda.derivatives import tangents
 from jax_memeff._op import primitives
 from jax_memeff.codegen import arch as architectures
@@ -42,9 +43,9 @@ def install() -> None:
             "execute": _capsule(driver.emulator_proxy(_pointer(stages["execute"]))),
         }
         jax.ffi.register_ffi_target(name, handlers, platform="cpu", api_version=1)
-    cuda.register_targets = lambda: None
-    mlir.register_lowering(primitives.attention_fwd_p, cuda.lower_forward, platform="cpu")
-    mlir.register_lowering(primitives.attention_bwd_p, cuda.lower_backward, platform="cpu")
+    call.register_targets = lambda: None
+    mlir.register_lowering(primitives.attention_fwd_p, lowering.lower_forward, platform="cpu")
+    mlir.register_lowering(primitives.attention_bwd_p, lowering.lower_backward, platform="cpu")
     mlir.register_lowering(primitives.attention_tangent_p, tangents.lower_tangent, platform="cpu")
 
 

@@ -40,7 +40,7 @@ def first_losses(
 ) -> np.ndarray:
     preset = dataclasses.replace(example.PRESETS["tiny"], **sizes)
     trainer = example.Trainer(preset, attention, seed=0, steps=steps, dropout=dropout)
-    stream = example.batches(text[0], preset, seed=0)
+    stream = example.batches(text[0], preset.batch, preset.context, seed=0)
     return np.array([float(trainer.step(index, next(stream))) for index in range(steps)])
 
 
@@ -94,11 +94,15 @@ def test_text_is_split_by_file_and_deterministic(example, text):
 
 def test_batches_are_windows_of_the_text(example, text):
     preset = example.PRESETS["tiny"]
-    first, second = (next(example.batches(text[0], preset, seed)) for seed in (0, 0))
+    first, second = (
+        next(example.batches(text[0], preset.batch, preset.context, seed)) for seed in (0, 0)
+    )
     np.testing.assert_array_equal(first, second)
     assert first.shape == (preset.batch, preset.context + 1)
     assert bytes(first[0].tolist()) in text[0].tobytes()
-    windows = list(example.validation_batches(text[1], preset))
+    windows = list(
+        example.validation_batches(text[1], preset.batch, preset.context, preset.validation_windows)
+    )
     assert sum(len(window) for window in windows) == preset.validation_windows
     assert bytes(windows[-1][-1].tolist()) == text[1][-preset.context - 1 :].tobytes()
 

@@ -14,7 +14,7 @@ import test_kernels
 from attention_case import Case, passed
 from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 
-from jax_memeff._cuda import lowering as cuda
+from jax_memeff._cuda import selection
 from jax_memeff.codegen.spec import KernelSpec
 
 
@@ -52,7 +52,7 @@ class Run:
         directions = (None, self.case.needs_grad) if self.gradients else (None,)
         with pytest.MonkeyPatch.context() as patch, self.strategy():
             patch.setenv("JAX_MEMEFF_ARCHS", self.arch)
-            found = [cuda.kernels(operands, self.case.options, needs) for needs in directions]
+            found = [selection.of_types(operands, self.case.options, needs) for needs in directions]
         return [spec for specs in found for spec in specs.values()]
 
 

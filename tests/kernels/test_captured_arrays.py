@@ -16,8 +16,8 @@ import numpy as np
 from emulator import build
 from jax.core import ShapedArray
 
-from jax_memeff._cuda import description
-from jax_memeff._cuda.buffers import Buffer
+from jax_memeff._cuda.custom_call import description
+from jax_memeff._cuda.custom_call.buffers import Buffer
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.features.pages import PAGES, CompiledPages
 from jax_memeff.codegen.launch import CapturedArray, EntryPoint, Grid

@@ -22,7 +22,7 @@ from attention_case import Case, passed, run_case
 from emulated_runs import DETERMINISTIC, SM80, SM90, Run
 from oracle_checks import assert_results_match
 
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands.arrays import Operands
 
 LARGEST_TILE = 128
 

@@ -23,9 +23,10 @@ from oracle_checks import assert_matches_the_oracle, assert_results_match
 
 import jax_memeff
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands import NeedsGrad, QkvPackedOperands
-from jax_memeff._cuda import lowering as cuda
-from jax_memeff._op import vjp
+from jax_memeff._call.operands.arrays import QkvPackedOperands
+from jax_memeff._call.operands.gradients import NeedsGrad
+from jax_memeff._cuda import selection
+from jax_memeff._op import primitives, vjp
 from jax_memeff.codegen import strategy
 
 pytestmark = pytest.mark.gpu
@@ -56,10 +57,10 @@ def compiled(compile_kernels, selected):
     for case, choices in gradients.items():
         operands, _, _ = passed(case, *case.arrays())
         for needs_grad in choices:
-            for arch, spec in cuda.kernels(operands, case.options, needs_grad).items():
+            for arch, spec in selection.of_types(operands, case.options, needs_grad).items():
                 jobs.add((spec, arch))
         with without_splits():
-            for arch, spec in cuda.kernels(operands, case.options, None).items():
+            for arch, spec in selection.of_types(operands, case.options, None).items():
                 jobs.add((spec, arch))
     compile_kernels(jobs)
 
@@ -82,8 +83,6 @@ def test_forward_without_splits_matches_the_oracle(case):
 
 
 def forward_without_splits(case):
-    from jax_memeff._op import primitives
-
     dirty, _, _ = passed(case, *case.arrays())
     # A new function, so that jit does not reuse the program that splits.
     forward = jax.jit(lambda operands: primitives.forward(operands, case.options))
@@ -126,8 +125,6 @@ def test_dropout_bits_are_those_of_the_contract(case):
 @pytest.mark.parametrize("dims", ["BNTS", "1NTS", "BN1S", "111S"])
 def test_only_the_gradient_of_the_bias(dims):
     """Alone it equals the one computed with the others, and needs no buffer of all scores."""
-    from jax_memeff._op import primitives
-
     case = Case(T=200, S=150, N=4, K=2, bias=dims, dropout=0.2, **CAUSAL)
     operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
     out, lse = primitives.forward(operands, case.options)
@@ -233,8 +230,6 @@ def test_layers_of_a_scan(H):
 @pytest.mark.parametrize(("case", "needs_grad"), kernel_cases.frozen_cases(), ids=str)
 def test_only_needed_gradients(case, needs_grad, assert_close):
     """A frozen operand changes nothing in the gradients of the others."""
-    from jax_memeff._op import primitives
-
     operands, dout, dlse = jax.tree.map(jnp.asarray, case.arrays())
     out, lse = primitives.forward(operands, case.options)
     full, some = (
@@ -302,8 +297,6 @@ def test_offsets_past_two_to_the_31():
 
 
 def _forward(query, key, case):
-    from jax_memeff._op import primitives
-
     operands = case.arrays()[0]._replace(query=query, key=key, value=key)
     return primitives.forward(operands, case.options)[0]
 

@@ -15,7 +15,7 @@ from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 from tangent_case import TangentCase, assert_tangents_match
 
 import jax_memeff
-from jax_memeff._cuda import lowering as cuda
+from jax_memeff._cuda import selection
 from jax_memeff.codegen import gpu, strategy
 from jax_memeff.codegen.spec import KernelSpec
 
@@ -47,8 +47,8 @@ def kernels(made: TangentCase) -> list[KernelSpec]:
     operands, _ = made.passed(None)
     archs = (gpu.WGMMA_ARCH,)
     found = [
-        cuda.kernels(operands, made.case.options, None, archs),
-        cuda.kernels(operands, made.case.options, made.needs_grad, archs, is_tangent=True),
+        selection.of_types(operands, made.case.options, None, archs),
+        selection.of_types(operands, made.case.options, made.needs_grad, archs, is_tangent=True),
     ]
     return [spec for specs in found for spec in specs.values()]
 

@@ -12,7 +12,7 @@ from emulator import build
 from jax_memeff import Offsets
 from jax_memeff._call.mask import Mask, Window
 from jax_memeff._call.mask.pictures import tile_classes
-from jax_memeff._cuda.lowering import UNBOUNDED
+from jax_memeff._cuda.custom_call.attributes import UNBOUNDED
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 

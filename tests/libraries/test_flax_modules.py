@@ -10,63 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx, serialization
+from flax_layers import (
+    BATCH,
+    COLUMNS,
+    HEADS,
+    MEMORY,
+    OURS,
+    ROWS,
+    X,
+    apply,
+    assert_close,
+    boolean,
+    gradients,
+    linen_variables,
+    make,
+    nnx_layer,
+    normal,
+    quickly,
+    scrambled,
+)
 
 import jax_memeff
 import jax_memeff.flax
 from jax_memeff import Mask, UnsupportedError
-from jax_memeff.codegen.features import MASK
 from jax_memeff.flax import rotary_embedding
-
-BATCH, ROWS, COLUMNS, HEADS, FEATURES = 2, 5, 7, 4, 32
-OURS = jax_memeff.flax
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
-
-
-X = normal(0, BATCH, ROWS, FEATURES)
-MEMORY = normal(1, BATCH, COLUMNS, FEATURES)
-
-
-def boolean(seed: int, *shape: int) -> jax.Array:
-    """A random mask in which the first key of every row is valid."""
-    return jnp.asarray(np.random.default_rng(seed).random(shape) < 0.6).at[..., 0].set(True)
-
-
-def assert_close(got, expected, tolerance=2e-5):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    compare = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
-    jax.tree.map(compare, got, expected)
-
-
-def scrambled(tree):
-    """Random values for every array, so that nothing agrees only because it is 0 or 1."""
-    leaves, structure = jax.tree.flatten(tree)
-    leaves = [leaf + 0.1 * normal(9 + i, *leaf.shape) for i, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(structure, leaves)
-
-
-def gradients(function, *operands):
-    def scalar(*operands):
-        out = function(*operands)
-        return jnp.vdot(out, jnp.cos(jnp.arange(out.size)).reshape(out.shape)), out
-
-    argnums = tuple(range(len(operands)))
-    # These programs run once, so they are not optimized.
-    options: Any = {"xla_backend_optimization_level": 0}
-    return jax.jit(jax.grad(scalar, argnums, has_aux=True), compiler_options=options)(*operands)
-
-
-def quickly(function, *operands):
-    options: Any = {"xla_backend_optimization_level": 0}
-    return jax.jit(function, compiler_options=options)(*operands)
-
-
-def nnx_layer(api, **settings):
-    rngs = nnx.Rngs(0)
-    return api.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=rngs, **settings)
-
 
 # ------------------------------------------------------------------------------ checkpoints
 
@@ -134,11 +101,6 @@ def test_nnx_parameters_are_those_of_flax():
 
 
 @functools.cache
-def linen_variables(num_kv_heads: int = HEADS):
-    layer = OURS.linen.MultiHeadAttention(HEADS, num_kv_heads=num_kv_heads)
-    return scrambled(quickly(layer.init, jax.random.key(0), X))
-
-
 def test_grouped_heads_of_linen_are_repeated_heads():
     grouped = OURS.linen.MultiHeadAttention(HEADS, num_kv_heads=2)
     variables = linen_variables(2)
@@ -151,19 +113,6 @@ def test_grouped_heads_of_linen_are_repeated_heads():
 
 
 # ---------------------------------------------------------------------------- more arguments
-
-
-def apply(api: str, layer: Any, x: jax.Array, **arguments: Any) -> Any:
-    """A layer of either API, with fixed parameters."""
-    if api == "nnx":
-        return layer(x, **arguments)
-    return layer.apply(linen_variables(layer.num_kv_heads or HEADS), x, **arguments)
-
-
-def make(api: str, **settings: Any) -> Any:
-    if api == "nnx":
-        return nnx_layer(OURS.nnx, **settings)
-    return OURS.linen.MultiHeadAttention(HEADS, **settings)
 
 
 @pytest.fixture(params=["linen", "nnx"])
@@ -251,102 +200,6 @@ def test_rotary_embedding_sees_differences_of_positions(api):
     assert_close(scores(0), scores(1000), 1e-3)
 
 
-# ---------------------------------------------------------------------------------- decoding
-
-STEPS = [slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 10)]
-INPUTS = normal(5, BATCH, 10, FEATURES)
-LONGEST = (BATCH, 12, FEATURES)
-
-
-@pytest.mark.parametrize("mask", [None, Mask.window(2, None)], ids=["all", "window"])
-def test_nnx_decoding_equals_the_whole_sequence(mask):
-    """One or several tokens per step, in a cache that is longer than the sequence."""
-    layer = nnx_layer(OURS.nnx, num_kv_heads=2, rotary_base=100.0)
-    layer.init_cache(LONGEST)
-    step = nnx.jit(lambda layer, x: layer(x, decode=True, mask=mask))
-    outs = [step(layer, INPUTS[:, part]) for part in STEPS]
-    assert layer.cache_index is not None and layer.cache_index[...] == 10
-    whole = layer(INPUTS, is_causal=True, mask=mask)
-    assert_close(jnp.concatenate(outs, 1), whole, 1e-4)
-
-
-def test_linen_decoding_equals_the_whole_sequence():
-    layer = make("linen", num_kv_heads=2, rotary_base=100.0, decode=True)
-    cache = quickly(layer.init, jax.random.key(0), jnp.zeros(LONGEST))["cache"]
-
-    params = linen_variables(2)
-
-    @jax.jit
-    def step(cache, x):
-        out, updated = layer.apply({**params, "cache": cache}, x, mutable=["cache"])
-        return out, updated["cache"]
-
-    outs = []
-    for part in STEPS:
-        out, cache = step(cache, INPUTS[:, part])
-        outs.append(out)
-    whole = apply("linen", layer.clone(decode=False), INPUTS, is_causal=True)
-    assert_close(jnp.concatenate(outs, 1), whole, 1e-4)
-
-
-def test_a_cache_of_flax_continues_in_ours():
-    inputs = INPUTS[:, :3]
-    flax, ours = (api.MultiHeadAttention(HEADS, decode=True) for api in (linen, OURS.linen))
-    variables = quickly(flax.init, jax.random.key(0), inputs)
-    assert_close(quickly(ours.init, jax.random.key(0), inputs), variables, 0)
-
-    def step(module, variables, row):
-        return quickly(functools.partial(module.apply, mutable=["cache"]), variables, row)
-
-    for row in range(2):
-        _, cache = step(flax, variables, inputs[:, row : row + 1])
-        variables = {**variables, **cache}
-    last = [step(module, variables, inputs[:, 2:]) for module in (ours, flax)]
-    assert_close(*last)
-
-    flax, ours = (nnx_layer(api, num_kv_heads=2) for api in (nnx, OURS.nnx))
-    flax.init_cache(inputs.shape)
-    ours.init_cache(inputs.shape)
-    for row in range(2):
-        flax(inputs[:, row : row + 1], decode=True)
-    nnx.update(ours, nnx.state(flax))
-    assert_close(ours(inputs[:, 2:], decode=True), flax(inputs[:, 2:], decode=True))
-
-
-def test_a_full_cache_keeps_its_length():
-    """Tokens beyond the end overwrite the last ones and nothing else."""
-    layer: Any = OURS.nnx.MultiHeadAttention(HEADS, FEATURES, rngs=nnx.Rngs(0))
-    layer.init_cache((BATCH, 3, FEATURES))
-    layer(X[:, :3], decode=True)
-    before = layer.cached_key[...]
-    out = layer(X[:, 3:4], decode=True)
-    assert np.isfinite(out).all()
-    assert_close(layer.cached_key[:, :2], before[:, :2], 0)
-    assert np.any(layer.cached_key[:, 2] != before[:, 2])
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_decoding_splits_the_keys_on_cuda(monkeypatch, fake_compiler, rows):
-    jax.clear_caches()
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
-    layer = OURS.nnx.MultiHeadAttention(
-        8, 512, num_kv_heads=2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
-    )
-    layer.init_cache((4, 8192, 512), jnp.bfloat16)
-    graph, state = nnx.split(layer)
-
-    def step(state, x):
-        layer = nnx.merge(graph, state)
-        return layer(x, decode=True), nnx.state(layer)
-
-    x = jax.ShapeDtypeStruct((4, rows, 512), jnp.bfloat16)
-    text = jax.jit(step).trace(state, x).lower(lowering_platforms=("cuda",)).as_text()
-    ((spec, _),) = fake_compiler
-    assert spec.kernel.splits_keys and spec.pack_heads
-    assert spec[MASK] == ("none" if rows == 1 else "causal")
-    assert "key_lengths" in text and "partial_out" in text and "4x8192x2x64xbf16" in text
-
-
 # ------------------------------------------------------------------------------------- errors
 
 
@@ -366,22 +219,6 @@ def test_bad_calls_raise(api):
         apply(api, make(api, attention_fn=linen.dot_product_attention), X)
     with pytest.raises(ValueError, match="num_kv_heads"):
         apply(api, make(api, num_kv_heads=3), X)
-
-
-def test_bad_decoding_raises():
-    layer = OURS.nnx.MultiHeadAttention(HEADS, FEATURES, rngs=nnx.Rngs(0), dropout_rate=0.5)
-    with pytest.raises(ValueError, match="call init_cache"):
-        layer(X, decode=True, deterministic=True)
-    with pytest.raises(ValueError, match="deterministic must be True or False"):
-        layer(X)
-    layer.init_cache((BATCH, 3, FEATURES))
-    with pytest.raises(ValueError, match=r"\[2, at most 3, 4, 8\], got shape \(2, 5, 4, 8\)"):
-        layer(X, decode=True, deterministic=True)
-    with pytest.raises(ValueError, match="segment_ids must be None while decoding"):
-        ids = jnp.zeros((BATCH, 1), int)
-        layer(X[:, :1], decode=True, deterministic=True, segment_ids=ids)
-    with pytest.raises(ValueError, match="even head dim, got 3"):
-        rotary_embedding(jnp.ones((2, 1, 3)), jnp.arange(2))
 
 
 def test_sinks_are_a_parameter_of_both(assert_close):

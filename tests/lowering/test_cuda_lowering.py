@@ -19,7 +19,7 @@ from cuda_programs import (
 )
 
 from jax_memeff import Mask, Offsets, UnsupportedError
-from jax_memeff._cuda import lowering as cuda
+from jax_memeff._cuda.custom_call.attributes import UNBOUNDED
 from jax_memeff.codegen.features import (
     BIAS,
     BOOLEAN,
@@ -200,16 +200,15 @@ def test_a_bias_per_row_needs_no_kernel_for_its_gradient(fake_compiler):
 @pytest.mark.parametrize(
     ("window", "host"),
     [
-        ((2**40, 3), (cuda.UNBOUNDED, 3)),
+        ((2**40, 3), (UNBOUNDED, 3)),
         # With an offset of 2**29 rows this window begins 5 columns before column 0.
         ((2**29 + 5, 0), (2**29 + 5, 0)),
-        ((4, -(2**40)), (4, -cuda.UNBOUNDED)),
+        ((4, -(2**40)), (4, -UNBOUNDED)),
     ],
 )
 def test_window_bounds_reach_the_host_up_to_the_range_of_offsets(window, host, fake_compiler):
     text = lower(lambda *x: loss(*x, mask=Mask.window(*window)), *shapes())
-    unbounded = cuda.UNBOUNDED
-    assert f"windows = dense<[{host[0]}, {host[1]}, {unbounded}, {unbounded}]>" in text
+    assert f"windows = dense<[{host[0]}, {host[1]}, {UNBOUNDED}, {UNBOUNDED}]>" in text
 
 
 @pytest.mark.parametrize("per_batch_index", [False, True])

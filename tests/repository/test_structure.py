@@ -101,9 +101,13 @@ def test_folders_are_small(code):
         assert len(files) <= MOST_FILES, f"{folder}: {files}"
 
 
-def test_files_of_the_code_generator_are_small():
-    for file in (ROOT / "codegen").rglob("*.py"):
-        assert len(file.read_text().splitlines()) <= MOST_LINES, file
+@pytest.mark.parametrize("suffix", [".py", ".cuh", ".h", ".cc"])
+def test_files_are_small(suffix):
+    folders = ("benchmarks", "codegen", "docs", "examples", "ffi", "jax_memeff", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob(f"*{suffix}")]
+    assert files
+    long = [file for file in files if len(file.read_text().splitlines()) > MOST_LINES]
+    assert not long
 
 
 def test_the_code_generator_needs_neither_jax_nor_cuda():

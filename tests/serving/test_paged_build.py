@@ -10,7 +10,7 @@ import pytest
 from paging import paged_attention
 
 from jax_memeff import cli
-from jax_memeff._cuda import lowering
+from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain.compile import Compiled
 
 PAGES, BATCH, MAX_PAGES = 40, 4, 8
@@ -36,7 +36,7 @@ def lowered(monkeypatch: Any, tokens: int, *, heads: tuple[int, int] = (8, 2), *
         return paged_attention(query, key, value, *where, implementation="cuda", **given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lowering.compiler, "compile", compiled)
+        patch.setattr(compiler, "compile", compiled)
         patch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
         traced = jax.jit(call).trace(query, pool, values, table, lengths)
         traced.lower(lowering_platforms=("cuda",))

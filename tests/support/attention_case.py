@@ -14,7 +14,8 @@ import packing
 from jax_memeff._call import dropout
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import DropoutState, NeedsGrad, Operands, QkvPackedOperands
+from jax_memeff._call.operands.arrays import DropoutState, Operands, QkvPackedOperands
+from jax_memeff._call.operands.gradients import NeedsGrad
 from jax_memeff._call.options import Divisors, Options
 
 

@@ -12,7 +12,8 @@ from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call import dropout
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import NeedsGrad, Operands
+from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands.gradients import NeedsGrad
 from jax_memeff._call.options import Options
 
 ALL = NeedsGrad(query=True, key=True, value=True, bias=True)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 from attention_case import Case
 
-from jax_memeff._call.operands import needs_grad_of
-from jax_memeff._cuda import lowering as cuda
+from jax_memeff._call.operands.gradients import needs_grad_of
+from jax_memeff._cuda import selection
 from jax_memeff.codegen import emit, gpu
 from jax_memeff.codegen.kernels.bases.families import WgmmaTile
 from jax_memeff.codegen.kernels.bases.persistent_sm90 import PersistentTile
@@ -96,10 +96,12 @@ def kernels(case: Case) -> list[KernelSpec]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)
         for needs_grad in (None, case.needs_grad) if has_backward(case) else (None,):
-            found += cuda.kernels(operands, case.options, needs_grad).values()
+            found += selection.of_types(operands, case.options, needs_grad).values()
         if has_tangents(case):
             needs_grad = needs_grad_of(operands, TANGENTS)
-            found += cuda.kernels(operands, case.options, needs_grad, is_tangent=True).values()
+            found += selection.of_types(
+                operands, case.options, needs_grad, is_tangent=True
+            ).values()
     assert all(spec.family == "sm90" for spec in found)
     return found
 

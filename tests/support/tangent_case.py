@@ -14,7 +14,8 @@ import packing
 from attention_case import Case, Zeros, passed
 from oracle_checks import cancellation
 
-from jax_memeff._call.operands import Operands, gradients_of, needs_grad_of
+from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands.gradients import gradients_of, needs_grad_of
 
 EVERY = ("query", "key", "value")
 
@@ -63,7 +64,7 @@ class TangentCase:
 
     @property
     def needs_grad(self) -> Any:
-        """The tangents that the call has, as ``lowering.kernels`` takes them."""
+        """The tangents that the call has, as ``selection.of_types`` takes them."""
         return needs_grad_of(self.arrays(None)[0], self.given)
 
 

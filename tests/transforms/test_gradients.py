@@ -12,7 +12,8 @@ from arrays import normal
 
 import jax_memeff
 from jax_memeff import Mask
-from jax_memeff._call.operands import NeedsGrad, Operands
+from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands.gradients import NeedsGrad
 from jax_memeff._call.options import Options
 
 B, T, S, N, K, H = 2, 9, 11, 4, 2, 8

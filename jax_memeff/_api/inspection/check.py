@@ -18,7 +18,7 @@ from jax_memeff._api.paged.attention import paged_attention
 from jax_memeff._api.paged.check import check_paged
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands.arrays import Operands
 
 
 def check(

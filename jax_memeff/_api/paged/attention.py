@@ -18,7 +18,7 @@ from jax_memeff._api.paged.shapes import with_leading
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.pages import INVARIANT_COLUMNS, Pages
 from jax_memeff._call.sequences import Sequences
 from jax_memeff._call.values import flag

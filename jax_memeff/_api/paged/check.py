@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jax_memeff._api.paged.attention import prepare
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.values import score_dtype
 
 

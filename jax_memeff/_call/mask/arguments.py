@@ -78,6 +78,19 @@ def bound(name: str, value: Any) -> int | None:
     )
 
 
+def boolean(x: ArrayLike) -> Any:
+    """A boolean array of rank at most 4."""
+    array = values.array("boolean mask", x)
+    if array.dtype != bool:
+        raise TypeError(
+            f"boolean mask must have dtype bool, got {array.dtype}; "
+            "pass an additive mask as bias instead"
+        )
+    if array.ndim > 4:
+        raise ValueError(f"boolean mask must have rank <= 4, got shape {array.shape}")
+    return array
+
+
 def integers(name: str, x: ArrayLike, ranks: tuple[int, ...]) -> Any:
     """An integer array with one of these ranks."""
     array = values.integers(name, x)

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_memeff._call.mask import bounds
-from jax_memeff._call.mask.bounds import Captured
-from jax_memeff._call.mask.ranges import Range
+from jax_memeff._call.mask.ranges import Range, bounds
+from jax_memeff._call.mask.ranges.bounds import Captured
 from jax_memeff._call.offsets import Position
 from jax_memeff.codegen.functions.program import Program
 

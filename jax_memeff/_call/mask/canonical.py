@@ -17,17 +17,10 @@ if TYPE_CHECKING:
     from jax_memeff._call.mask.mask import Mask
 
 
-def all_lengths(mask: Mask) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The lengths of every combined mask: those of queries, and those of keys."""
-    pairs = [(mask.query_lengths, mask.key_lengths), *mask.more_lengths]
-    queries, keys = ([x for x in side if x is not None] for side in zip(*pairs, strict=True))
-    return queries, keys
-
-
 def canonical(mask: Mask, B: int, T: int, S: int, tokens: tuple[int, int] | None = None) -> Mask:
     """See :meth:`Mask.canonical`."""
     batch, rows, columns = (B, T, S) if tokens is None else (1, *tokens)
-    query_lengths, key_lengths = all_lengths(mask)
+    query_lengths, key_lengths = mask.all_lengths()
     pairs = [pair for ids in mask.segment_ids for pair in segment_ids.as_int32(*ids)]
     return dataclasses.replace(
         mask,

@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_memeff._call.mask import block_mask, expression
 from jax_memeff._call.mask.block_mask import ALL, NONE, SOME, Indices, Tiling
-from jax_memeff._call.mask.bounds import Captured
+from jax_memeff._call.mask.ranges.bounds import Captured
 from jax_memeff._call.offsets import Offsets
 
 if TYPE_CHECKING:

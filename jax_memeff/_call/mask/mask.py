@@ -11,33 +11,20 @@ import jax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jax_memeff._call import values
-from jax_memeff._call.mask import (
-    arguments,
-    canonical,
-    checks,
-    computed_blocks,
-    segment_ids,
-)
-from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
+from jax_memeff._call.mask import arguments, canonical, checks, computed_blocks, segment_ids
+from jax_memeff._call.mask.conditions import Conditions
+from jax_memeff._call.mask.kv_blocks import KvBlocks
 from jax_memeff._call.mask.pictures.picture import Picture
 from jax_memeff._call.mask.pictures.picture import of_mask as picture_of_mask
-from jax_memeff._call.mask.window import Alignment, TracedWindow, Window
+from jax_memeff._call.mask.window import Alignment, Bound, TracedWindow, Window
 from jax_memeff._call.offsets import Offsets, Position
 from jax_memeff._call.offsets import checked as offsets_of_call
 from jax_memeff._functions.trace import traced_mask_function
-from jax_memeff.codegen.functions.program import Program
-
-Bound = int | jax.Array | None
-"""A bound of a window; an array is a traced scalar."""
-
-Lengths = tuple[jax.Array | None, jax.Array | None]
-"""The lengths of queries and of keys, each [B]."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Mask:
+class Mask(Conditions):
     """A set of conditions. An element is valid if all of them hold; ``Mask()`` has none.
 
     :meth:`causal`, :meth:`window`, :meth:`lengths`, :meth:`segments`, :meth:`boolean`,
@@ -58,60 +45,6 @@ class Mask:
            [1, 1, 0],
            [1, 1, 0]], dtype=int32)
     """
-
-    top_left: Window | None = dataclasses.field(default=None, metadata={"static": True})
-    """The window whose diagonal starts at row 0, column 0."""
-    bottom_right: Window | None = dataclasses.field(default=None, metadata={"static": True})
-    """The window whose diagonal ends at the last valid row and the last valid column."""
-    query_lengths: jax.Array | None = None
-    """[B]: rows beyond attend to nothing."""
-    key_lengths: jax.Array | None = None
-    """[B]: no row attends to columns beyond."""
-    segment_ids: tuple[tuple[jax.Array, jax.Array], ...] = ()
-    """Pairs of query ids [B, T] and key ids [B, S]; the ids of every pair must match."""
-    booleans: tuple[jax.Array, ...] = ()
-    """Arrays that broadcast to [B, N, T, S]; true means attend."""
-    more_lengths: tuple[Lengths, ...] = ()
-    """Lengths of masks that ``&`` added. They stay separate, so that each can be checked."""
-    functions: tuple[Program, ...] = dataclasses.field(default=(), metadata={"static": True})
-    """Functions of (batch, head, row, column) that must hold."""
-    captured: tuple[jax.Array, ...] = ()
-    """The arrays that the functions read, one function after the other."""
-    excluded: tuple[Mask, ...] = ()
-    """Masks of which no element may be valid: ``~a`` excludes a, and ``a | b`` excludes a mask that
-    excludes both."""
-    traced_windows: tuple[TracedWindow, ...] = ()
-    block_lists: tuple[KvBlocks | BlockTable, ...] = ()
-    """Lists of KV blocks; tables in a canonical mask."""
-    block_masks: tuple[jax.Array, ...] = ()
-    """One block mask per call of :meth:`blocks`, uint8[1|B, 1|N, T / 64, S / 64], rounded up."""
-    beyond_block_masks: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether ``&`` added arrays or functions that no block mask covers."""
-
-    def __post_init__(self) -> None:
-        for name in ("top_left", "bottom_right"):
-            if not isinstance(getattr(self, name), Window | None):
-                raise TypeError(
-                    f"Mask.{name} must be a Window or None, got {getattr(self, name)!r}; use "
-                    "Mask.causal() or Mask.window(left, right)"
-                )
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mask):
-            return NotImplemented
-        return self is other or self._without_arrays("compare") == other._without_arrays("compare")
-
-    def __hash__(self) -> int:
-        return hash(self._without_arrays("hash"))
-
-    def _without_arrays(self, action: str) -> tuple[Any, ...]:
-        if jax.tree.leaves(self):
-            raise TypeError(
-                f"cannot {action} a Mask that holds arrays (only masks of windows can be, and of "
-                "functions that read no arrays); compare mask.as_array(B, N, T, S) instead, and do "
-                "not make the mask a static argument of jax.jit"
-            )
-        return self.top_left, self.bottom_right, self.functions, self.excluded
 
     @staticmethod
     def causal(alignment: Alignment = "top_left") -> Mask:
@@ -218,15 +151,7 @@ class Mask:
             TypeError: the array is not boolean.
             ValueError: the array has a rank above 4.
         """
-        boolean = values.array("boolean mask", array)
-        if boolean.dtype != bool:
-            raise TypeError(
-                f"boolean mask must have dtype bool, got {boolean.dtype}; "
-                "pass an additive mask as bias instead"
-            )
-        if boolean.ndim > 4:
-            raise ValueError(f"boolean mask must have rank <= 4, got shape {boolean.shape}")
-        return Mask(booleans=(boolean,))
+        return Mask(booleans=(arguments.boolean(array),))
 
     @staticmethod
     def kv_blocks(
@@ -302,12 +227,6 @@ class Mask:
             return self.excluded[0]
         return Mask(excluded=(self.without_block_masks(),))
 
-    def __bool__(self) -> bool:
-        raise TypeError(
-            "a Mask has no truth value: combine masks with &, | and ~ instead of and, or and not, "
-            "and compare with None by `is`"
-        )
-
     def __or__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             raise arguments.not_a_mask(other)
@@ -318,7 +237,7 @@ class Mask:
             raise arguments.not_a_mask(other)
         block_masks = self.block_masks + other.block_masks
         is_beyond = self._is_beyond_block_masks() or other._is_beyond_block_masks()
-        ours, theirs = canonical.all_lengths(self), canonical.all_lengths(other)
+        ours, theirs = self.all_lengths(), other.all_lengths()
         lengths = itertools.zip_longest(ours[0] + theirs[0], ours[1] + theirs[1])
         (query_lengths, key_lengths), *more = list(lengths) or [(None, None)]
         return Mask(
@@ -344,14 +263,6 @@ class Mask:
         raise arguments.not_a_mask(other)
 
     __rand__ = __ror__
-
-    def without_block_masks(self) -> Mask:
-        """The same mask without block masks, so that each call computes its own."""
-        return dataclasses.replace(self, block_masks=(), beyond_block_masks=False)
-
-    def _is_beyond_block_masks(self) -> bool:
-        kinds = {"segments", "boolean"} & self.kinds() or self.has_function()
-        return self.beyond_block_masks or (bool(kinds) and not self.block_masks)
 
     def blocks(self, query: Any, key: Any, offsets: Offsets | None = None) -> Mask:
         """Compute the block mask of this mask once, for many layers.
@@ -459,30 +370,6 @@ class Mask:
             ImportError: matplotlib is not installed.
         """
         return self.picture(T, S, **options).plot(axes)
-
-    def kinds(self) -> frozenset[str]:
-        """The conditions that are present, by name; ``Mask()`` has none.
-
-        >>> sorted((Mask.causal() & Mask.boolean(True)).kinds())
-        ['boolean', 'top_left']
-        """
-        query_lengths, key_lengths = canonical.all_lengths(self)
-        present = {
-            "top_left": self.top_left is not None,
-            "bottom_right": self.bottom_right is not None,
-            "query_lengths": bool(query_lengths),
-            "key_lengths": bool(key_lengths),
-            "segments": bool(self.segment_ids),
-            "boolean": bool(self.booleans),
-            "function": bool(self.functions or self.excluded),
-            "traced_window": bool(self.traced_windows),
-            "kv_blocks": bool(self.block_lists),
-        }
-        return frozenset(name for name, is_present in present.items() if is_present)
-
-    def has_function(self) -> bool:
-        """Whether the kernels, or the blockwise path, evaluate a function of each element."""
-        return bool({"function", "traced_window", "kv_blocks"} & self.kinds())
 
     def canonical(self, B: int, T: int, S: int, tokens: tuple[int, int] | None = None) -> Mask:
         """The same mask in the one form that internal code reads.

@@ -12,6 +12,9 @@ from jax.core import Tracer
 from jax_memeff._call import values
 from jax_memeff._call.values import INT32_MAX
 
+Bound = int | jax.Array | None
+"""A bound of a window; an array is a traced scalar."""
+
 Alignment = Literal["top_left", "bottom_right"]
 """Whether the diagonal of a window starts at row 0, column 0 or ends at the last valid ones."""
 

@@ -12,10 +12,12 @@ import jax
 from jax.interpreters import mlir
 
 from jax_memeff._blockwise import derivatives as blockwise
-from jax_memeff._call.operands import named_arrays, needs_grad_of
+from jax_memeff._call.operands.gradients import named_arrays, needs_grad_of
 from jax_memeff._call.options import Options
-from jax_memeff._cuda import buffers, lowering
-from jax_memeff._cuda.buffers import Buffer
+from jax_memeff._cuda import selection
+from jax_memeff._cuda.custom_call import attributes, buffers
+from jax_memeff._cuda.custom_call.buffers import ROW_STATISTICS, Buffer
+from jax_memeff._cuda.custom_call.call import custom_call
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.errors import UnsupportedError
 
@@ -37,7 +39,7 @@ def lower_tangent(ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, option
     inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
     inputs += [
         Buffer("out", out_aval, out),
-        Buffer("logsumexp", lse_aval, lse, lowering.ROW_STATISTICS),
+        Buffer("logsumexp", lse_aval, lse, ROW_STATISTICS),
     ]
     arrays = named_arrays(tangents)
     inputs += [
@@ -47,15 +49,15 @@ def lower_tangent(ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, option
     out_type, lse_type = ctx.avals_out
     results = [
         Buffer("out_tangent", out_type),
-        Buffer("logsumexp_tangent", lse_type, layout=lowering.ROW_STATISTICS),
+        Buffer("logsumexp_tangent", lse_type, layout=ROW_STATISTICS),
     ]
-    found = lowering.custom_call(
+    found = custom_call(
         ctx,
         "tangent",
         inputs,
-        [*results, *lowering.workspace_buffers(avals, options, specs)],
+        [*results, *buffers.of_workspaces(avals, options, specs)],
         specs=specs,
-        **lowering.scores(avals, options),
+        **attributes.of_scores(avals, options),
     )
     return found[: len(results)]
 
@@ -67,7 +69,7 @@ def kernels(
     operands, _, _, tangents = jax.tree.unflatten(tree, avals)
     needs_grad = needs_grad_of(operands, named_arrays(tangents))
     try:
-        return lowering.kernels(
+        return selection.of_types(
             buffers.separate(operands), options, needs_grad, archs, is_tangent=True
         )
     except UnsupportedError:
@@ -77,7 +79,7 @@ def kernels(
 def digest(avals: Sequence[Any], *, tree: Any, options: Options) -> bytes:
     """A digest that changes with the kernels of a call; the same for all calls in plain JAX."""
     specs = kernels(avals, tree=tree, options=options)
-    return b"" if specs is None else lowering.digest_of([specs])
+    return b"" if specs is None else selection.digest_of([specs])
 
 
 def _buffer_name(name: str) -> str:

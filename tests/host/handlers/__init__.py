@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from jax_memeff import config
-from jax_memeff._cuda import description
+from jax_memeff._cuda.custom_call import description
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[2]

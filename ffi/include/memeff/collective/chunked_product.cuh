@@ -10,7 +10,7 @@
 
 #include <cute/algorithm/clear.hpp>
 
-#include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/copies/load_tile.cuh>
 #include <memeff/collective/step_ring.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/warp_grid.cuh>

@@ -19,8 +19,8 @@
 
 #include <cute/algorithm/clear.hpp>
 
+#include <memeff/collective/copies/load_tile.cuh>
 #include <memeff/collective/epilogue.cuh>
-#include <memeff/collective/load_tile.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dbias/postprocess.cuh>

@@ -22,10 +22,12 @@
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/kernels/backward/consumer_sm90.cuh>
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/dbias/sm90.cuh>
 #include <memeff/kernels/backward/dq_sums/sm90.cuh>
+#include <memeff/kernels/backward/one_kernel/consumer.cuh>
+#include <memeff/kernels/backward/one_kernel/epilogue.cuh>
+#include <memeff/kernels/backward/one_kernel/producer.cuh>
 #include <memeff/kernels/backward/postprocess.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/kernels/backward/transposed_score_gradient.cuh>
@@ -200,7 +202,7 @@ struct FmhaBackwardSm90 {
       Stage stage;
       if (thread >= 0) {
         lower_registers<kProducerRegisters>();
-        if (thread == 0) produce(params, maps, work, control, tiles, {}, stage);
+        if (thread == 0) Producer::produce(params, maps, work, control, tiles, {}, stage);
         PipelineStage<1> sums;
         DqSums::produce(params, control, work.item, work.tiles, tiles + kDqOffset, thread, sums);
       } else {
@@ -219,8 +221,8 @@ struct FmhaBackwardSm90 {
     WorkItem item;
     CUTE_NO_UNROLL
     while (kv_blocks.take(params, item)) {
-      produce(params, maps, Work(params, item), control, tiles,
-              kv_blocks.template key_stage<kKeyStages>(), stage);
+      Producer::produce(params, maps, Work(params, item), control, tiles,
+                        kv_blocks.template key_stage<kKeyStages>(), stage);
     }
   }
   CUTE_DEVICE static void sum_in_rounds(BackwardParams const& params, Control& control,
@@ -263,50 +265,6 @@ struct FmhaBackwardSm90 {
     return tiles + kStatisticsOffset + stage * kStatisticsBytes;
   }
 
-  // One thread copies keys and values, then queries, statistics, dO and bias of each Q block.
-  CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
-                                  Work const& work, Control& control, uint32_t tiles,
-                                  KeyStage const& key, Stage& stage) {
-    if (work.tiles.begin >= work.tiles.end) {
-      control.key.acquire(key);
-      control.key.commit(key);
-      return;
-    }
-    uint32_t const keys = tiles + key.index * kKeyStageBytes;
-    uint64_t& arrived = control.key.acquire(key, kKeyStageBytes);
-    auto constexpr kOnce = CacheHint::EVICT_FIRST;
-    auto constexpr kAgain = CacheHint::EVICT_LAST;
-    WorkItem const& item = work.item;
-    int const group = params.shape.group;
-    Bias const bias(tiles + kBiasOffset);
-    Origin const queries = query_origin<Config>(params.shape, item.batch);
-    KeyValueSource<Config> const source(params, item.batch, item.head);
-    int const key_row = source.origin.row + work.column;
-    load_tma_tile<KeyTile>(maps.key, arrived, keys, 0, key_row, source.head,
-                           source.batch(params.key), kOnce);
-    load_tma_tile<ValueTile>(maps.value, arrived, keys + kValueOffset, 0, key_row, source.head,
-                             source.batch(params.value), kOnce);
-    CUTE_NO_UNROLL
-    for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
-      auto const blocks = work.row_of_blocks(params, head);
-      CUTE_NO_UNROLL
-      for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
-        int const row = queries.row + tile * kTileQuery;
-        uint64_t& query = control.query.acquire(stage, QueryTile::kBytes + kStatisticsBytes);
-        load_tma_tile<QueryTile>(maps.query, query, query_tile_of(tiles, stage.index), 0, row, head,
-                                 queries.batch, kAgain);
-        load_tma(params.row_statistics +
-                     Tiles::tile_index(params, item.batch, head, tile) * kTileQuery * 2,
-                 query, statistics_of(tiles, stage.index), kStatisticsBytes);
-        uint64_t& out = control.out_gradient.acquire(stage, OutTile::kBytes + Bias::kTmaStageBytes);
-        load_tma_tile<OutTile>(maps.out_gradient, out, out_tile_of(tiles, stage.index), 0, row,
-                               head, queries.batch, kAgain);
-        bias.produce(params, maps, work, head, tile, stage.index, out);
-        stage.advance();
-      }
-    }
-  }
-
   using QueryRows = DescriptorOperand<QueryTile, Contiguous::k>;
   using OutRows = DescriptorOperand<OutTile, Contiguous::k>;
   using QueryColumns = DescriptorOperand<QueryTile, Contiguous::outer>;
@@ -324,7 +282,9 @@ struct FmhaBackwardSm90 {
   // Products keep shared memory so busy that a read takes hundreds of cycles.
   static constexpr int kVectorsAhead = Config::kExponentiatesUnderDp ? 4 : 0;
 
+  using Producer = BackwardProducerSm90<Config, FmhaBackwardSm90>;
   using Consumer = BackwardConsumerSm90<Config, FmhaBackwardSm90>;
+  using Epilogue = BackwardEpilogueSm90<Config, FmhaBackwardSm90>;
 
   // The main loop: per Q block S, dP, P and dS, then dV, dQ and dK.
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
@@ -414,60 +374,8 @@ struct FmhaBackwardSm90 {
       BiasWriter::finish(params, item.batch, head, work.column, bias_sums);
       CapturedSums(params, work.position(head, 0), tiles + kSumsOffset).add_sums(captured_sums);
     }
-    finish(params, maps, work, mask.key_length, warpgroup, tiles, key_tile, key_gradient,
-           value_gradient);
-  }
-
-  // The epilogue: with split-Q adds up the parts of all CTAs, then scales and stores dk and dv.
-  template <class KeyGradient, class ValueGradient>
-  CUTE_DEVICE static void finish(BackwardParams const& params, BackwardMaps const& maps,
-                                 Work const& work, int key_length, int warpgroup, uint32_t tiles,
-                                 uint32_t key_tile, KeyGradient& key_gradient,
-                                 ValueGradient& value_gradient) {
-    if (!Splits::add_up(params, tiles + kStatisticsOffset, key_gradient, value_gradient)) return;
-    if constexpr (Config::kKeyGradient) {
-      scale_accumulators(key_gradient, params.scale.gradient_scale);
-    }
-    if constexpr (Config::kValueGradient) {
-      scale_accumulators(value_gradient, probability_scale<Config>(params));
-    }
-    store(params, maps, work, key_length, warpgroup, key_tile, key_gradient, value_gradient);
-  }
-
-  // Stores each consumer's rows of dk and dv through the tiles of keys and values.
-  template <class KeyGradient, class ValueGradient>
-  CUTE_DEVICE static void store(BackwardParams const& params, BackwardMaps const& maps,
-                                Work const& work, int key_length, int warpgroup, uint32_t key_tile,
-                                KeyGradient const& key_gradient,
-                                ValueGradient const& value_gradient) {
-    ProblemShape const& shape = params.shape;
-    named_barrier_sync(kConsumerBarrier, kConsumers);  // both consumers have read the keys
-    if constexpr (Config::kKeyGradient) {
-      store_accumulators<Element, KeyTile, KeyGrid>(key_tile, key_gradient);
-    }
-    if constexpr (Config::kValueGradient) {
-      store_accumulators<Element, ValueTile, ValueGrid>(key_tile + kValueOffset, value_gradient);
-    }
-    fence_tma_store();
-    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
-    Origin const keys = key_origin<Config>(shape, work.item.batch);
-    int const row = keys.row + work.column;
-    int const tile_row = warpgroup * kWarpgroupRows;
-    int const bound = (Config::kVarlen ? key_length : shape.key_length) - work.column;
-    if constexpr (Config::kKeyGradient) {
-      store_part<Config, KeyTile>(maps.key_gradient, params.key_gradient, key_tile, tile_row, row,
-                                  bound, work.item.head, keys.batch, shape.head_dim);
-    }
-    if constexpr (Config::kValueGradient) {
-      store_part<Config, ValueTile>(maps.value_gradient, params.value_gradient,
-                                    key_tile + kValueOffset, tile_row, row, bound, work.item.head,
-                                    keys.batch, shape.value_dim);
-    }
-    wait_tma_stores();
-    if constexpr (Config::kVarlen) {
-      clear_key_gap<Config, kConsumers>(params, work.item, key_length,
-                                        ceil_div(shape.key_length, kTileKey));
-    }
+    Epilogue::finish(params, maps, work, mask.key_length, warpgroup, tiles, key_tile, key_gradient,
+                     value_gradient);
   }
 };
 

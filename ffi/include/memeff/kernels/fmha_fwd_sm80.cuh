@@ -11,7 +11,7 @@
 
 #include <cute/algorithm/clear.hpp>
 
-#include <memeff/collective/copied_rows.cuh>
+#include <memeff/collective/copies/copied_rows.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>

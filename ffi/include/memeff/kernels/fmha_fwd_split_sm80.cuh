@@ -110,7 +110,8 @@ struct FmhaForwardSplitSm80 {
     bool const is_partial = kKeySegments || params.splits > 1;
     TileRows const rows(shape, item.batch, item.head, row, is_partial ? 0 : mask.query_length);
     KvBlocks const of_row = blocks_of_row(params, item, mask, row);
-    KvBlocks const kv_blocks = of_row.within(part_of_split(params, item, mask, of_row));
+    KvBlocks const kv_blocks = of_row.within(blocks_of_split<kTileKey, Config::kSegmentKeys>(
+        of_row, mask.key_length, item.split, params.splits));
 
     KeyValueSource<Config> const source(params, item.batch, key_head);
     Operands operands(params, key_head, mask.key_length, query_tile + kTileBytes);
@@ -229,24 +230,6 @@ struct FmhaForwardSplitSm80 {
     }
   }
 
-  // The KV blocks of this split among those that the rows of the tile attend to.
-  CUTE_DEVICE static TileRange part_of_split(ForwardParams const& params, SplitWorkItem const& item,
-                                             Mask const& mask, TileRange const& of_row) {
-    if constexpr (kKeySegments) {
-      TileRange const own = segments_of_split(params, item, mask);
-      return {max(of_row.begin, own.begin * kSegmentBlocks),
-              min(of_row.end, own.end * kSegmentBlocks)};
-    }
-    return share_of_split(of_row, item.split, params.splits);
-  }
-
-  // The segments of this split, counted from key 0, so that they do not depend on the mask.
-  CUTE_DEVICE static TileRange segments_of_split(ForwardParams const& params,
-                                                 SplitWorkItem const& item, Mask const& mask) {
-    return share_of_split({0, ceil_div(mask.key_length, Config::kSegmentKeys)}, item.split,
-                          params.splits);
-  }
-
   // The main loop of batch-invariant calls: each segment is finished and added to the sum, or with
   // several splits written as a partial result.
   template <class Output>
@@ -285,7 +268,8 @@ struct FmhaForwardSplitSm80 {
   CUTE_DEVICE static void mark_masked_segments(ForwardParams const& params,
                                                SplitWorkItem const& item, Mask const& mask,
                                                KvBlocks const& kv_blocks) {
-    TileRange const own = segments_of_split(params, item, mask);
+    TileRange const own =
+        segments_of_split<Config::kSegmentKeys>(mask.key_length, item.split, params.splits);
     for (int segment = own.begin; segment < own.end; ++segment) {
       int const first = segment * kSegmentBlocks;
       if (first < kv_blocks.end && first + kSegmentBlocks > kv_blocks.begin) continue;

@@ -1,6 +1,7 @@
 // Split-KV: the part of the keys that a CTA processes.
 #pragma once
 
+#include <memeff/core/math.cuh>
 #include <memeff/mask/interval.cuh>
 
 namespace memeff {
@@ -31,6 +32,25 @@ CUTE_DEVICE TileRange share_of_split(TileRange const& tiles, int split, int spli
   long long const count = tiles.end - tiles.begin;
   return {tiles.begin + int(count * split / splits),
           tiles.begin + int(count * (split + 1) / splits)};
+}
+
+// The segments of a split, counted from key 0, so that they do not depend on the mask.
+template <int kSegmentKeys>
+CUTE_DEVICE TileRange segments_of_split(int key_length, int split, int splits) {
+  return share_of_split({0, ceil_div(key_length, kSegmentKeys)}, split, splits);
+}
+
+// share_of_split, but with segments (kSegmentKeys > 0) the blocks of a whole number of these.
+template <int kTileKey, int kSegmentKeys>
+CUTE_DEVICE TileRange blocks_of_split(TileRange const& tiles, int key_length, int split,
+                                      int splits) {
+  if constexpr (kSegmentKeys == 0) {
+    return share_of_split(tiles, split, splits);
+  } else {
+    constexpr int kBlocks = kSegmentKeys / kTileKey;
+    TileRange const own = segments_of_split<kSegmentKeys>(key_length, split, splits);
+    return {max(tiles.begin, own.begin * kBlocks), min(tiles.end, own.end * kBlocks)};
+  }
 }
 
 }  // namespace memeff

@@ -11,7 +11,7 @@
 #include <cute/algorithm/clear.hpp>
 
 #include <memeff/arch/thread.cuh>
-#include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/copies/load_tile.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/kernels/backward/scores_sm80.cuh>
 #include <memeff/layout/backward_tiles.cuh>

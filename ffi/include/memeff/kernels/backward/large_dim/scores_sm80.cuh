@@ -5,7 +5,7 @@
 #include <cute/algorithm/clear.hpp>
 
 #include <memeff/collective/chunked_product.cuh>
-#include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/copies/load_tile.cuh>
 #include <memeff/kernels/backward/scores_sm80.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <memeff/arch/copy.cuh>
-#include <memeff/collective/copied_rows.cuh>
+#include <memeff/collective/copies/copied_rows.cuh>
 #include <memeff/core/page_table.cuh>
 #include <memeff/kernels/forward/split/operands.cuh>
 #include <memeff/layout/tensor_rows.cuh>

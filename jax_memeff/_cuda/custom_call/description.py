@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax_memeff._cuda.buffers import Buffer
+from jax_memeff._cuda.custom_call.buffers import Buffer
 from jax_memeff.codegen import features
 from jax_memeff.codegen.launch import PACKED_ROW_DIMS, ROW_DIMS
 from jax_memeff.codegen.problem import Direction

@@ -2,7 +2,6 @@
 
 import concurrent.futures.process
 import dataclasses
-import importlib
 import json
 import os
 import subprocess
@@ -20,13 +19,6 @@ from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import parallel
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    """Imports a module of the harness, a folder of scripts that is not a package."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
 
 
 def test_every_figure_of_functions_has_its_cells(modules):

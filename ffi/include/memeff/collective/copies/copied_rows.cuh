@@ -2,7 +2,7 @@
 // time.
 #pragma once
 
-#include <memeff/collective/load_tile.cuh>
+#include <memeff/collective/copies/load_tile.cuh>
 
 namespace memeff {
 

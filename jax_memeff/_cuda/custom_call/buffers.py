@@ -14,20 +14,16 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jax_memeff._call import divisors
-from jax_memeff._call.operands import (
-    NO_BUFFER,
-    Item,
-    Operands,
-    QkvPackedOperands,
-    batch_of,
-    in_table_order,
-    pages_of,
-)
+from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands, batch_of, pages_of
+from jax_memeff._call.operands.table import NO_BUFFER, Item, in_table_order
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import block_mask as block_masks
-from jax_memeff._cuda import functions, traced_windows
+from jax_memeff._cuda import functions, traced_windows, workspaces
 from jax_memeff.codegen.launch import BlockMask
 from jax_memeff.codegen.spec import KernelSpec
+
+ROW_STATISTICS = (1, 2, 0)
+"""The layout of logsumexps, minor to major: [B, T, N] for users and [B, N, T] in memory."""
 
 
 class Buffer(NamedTuple):
@@ -124,6 +120,12 @@ def of_block_masks(
         )
         for block_mask in sorted(maps)
     ]
+
+
+def of_workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:
+    """The memory that the kernels need besides operands and results."""
+    sizes = workspaces.sizes_of(avals, options.divisors)
+    return list(itertools.starmap(Buffer, workspaces.of_kernels(sizes, specs.values())))
 
 
 def computed(

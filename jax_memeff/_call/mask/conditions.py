@@ -1,0 +1,122 @@
+"""The conditions of a mask, without the ways to make and combine them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+
+from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
+from jax_memeff._call.mask.window import TracedWindow, Window
+from jax_memeff.codegen.functions.program import Program
+
+if TYPE_CHECKING:
+    from jax_memeff._call.mask.mask import Mask
+
+Lengths = tuple[jax.Array | None, jax.Array | None]
+"""The lengths of queries and of keys, each [B]."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Conditions:
+    """The fields of a :class:`jax_memeff.Mask`. An element is valid if all conditions hold."""
+
+    top_left: Window | None = dataclasses.field(default=None, metadata={"static": True})
+    """The window whose diagonal starts at row 0, column 0."""
+    bottom_right: Window | None = dataclasses.field(default=None, metadata={"static": True})
+    """The window whose diagonal ends at the last valid row and the last valid column."""
+    query_lengths: jax.Array | None = None
+    """[B]: rows beyond attend to nothing."""
+    key_lengths: jax.Array | None = None
+    """[B]: no row attends to columns beyond."""
+    segment_ids: tuple[tuple[jax.Array, jax.Array], ...] = ()
+    """Pairs of query ids [B, T] and key ids [B, S]; the ids of every pair must match."""
+    booleans: tuple[jax.Array, ...] = ()
+    """Arrays that broadcast to [B, N, T, S]; true means attend."""
+    more_lengths: tuple[Lengths, ...] = ()
+    """Lengths of masks that ``&`` added. They stay separate, so that each can be checked."""
+    functions: tuple[Program, ...] = dataclasses.field(default=(), metadata={"static": True})
+    """Functions of (batch, head, row, column) that must hold."""
+    captured: tuple[jax.Array, ...] = ()
+    """The arrays that the functions read, one function after the other."""
+    excluded: tuple[Mask, ...] = ()
+    """Masks of which no element may be valid: ``~a`` excludes a, and ``a | b`` excludes a mask that
+    excludes both."""
+    traced_windows: tuple[TracedWindow, ...] = ()
+    block_lists: tuple[KvBlocks | BlockTable, ...] = ()
+    """Lists of KV blocks; tables in a canonical mask."""
+    block_masks: tuple[jax.Array, ...] = ()
+    """One block mask per call of :meth:`blocks`, uint8[1|B, 1|N, T / 64, S / 64], rounded up."""
+    beyond_block_masks: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether ``&`` added arrays or functions that no block mask covers."""
+
+    def __post_init__(self) -> None:
+        for name in ("top_left", "bottom_right"):
+            if not isinstance(getattr(self, name), Window | None):
+                raise TypeError(
+                    f"Mask.{name} must be a Window or None, got {getattr(self, name)!r}; use "
+                    "Mask.causal() or Mask.window(left, right)"
+                )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Conditions):
+            return NotImplemented
+        return self is other or self._without_arrays("compare") == other._without_arrays("compare")
+
+    def __hash__(self) -> int:
+        return hash(self._without_arrays("hash"))
+
+    def _without_arrays(self, action: str) -> tuple[Any, ...]:
+        if jax.tree.leaves(self):
+            raise TypeError(
+                f"cannot {action} a Mask that holds arrays (only masks of windows can be, and of "
+                "functions that read no arrays); compare mask.as_array(B, N, T, S) instead, and do "
+                "not make the mask a static argument of jax.jit"
+            )
+        return self.top_left, self.bottom_right, self.functions, self.excluded
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "a Mask has no truth value: combine masks with &, | and ~ instead of and, or and not, "
+            "and compare with None by `is`"
+        )
+
+    def kinds(self) -> frozenset[str]:
+        """The conditions that are present, by name; ``Mask()`` has none.
+
+        >>> from jax_memeff import Mask
+        >>> sorted((Mask.causal() & Mask.boolean(True)).kinds())
+        ['boolean', 'top_left']
+        """
+        query_lengths, key_lengths = self.all_lengths()
+        present = {
+            "top_left": self.top_left is not None,
+            "bottom_right": self.bottom_right is not None,
+            "query_lengths": bool(query_lengths),
+            "key_lengths": bool(key_lengths),
+            "segments": bool(self.segment_ids),
+            "boolean": bool(self.booleans),
+            "function": bool(self.functions or self.excluded),
+            "traced_window": bool(self.traced_windows),
+            "kv_blocks": bool(self.block_lists),
+        }
+        return frozenset(name for name, is_present in present.items() if is_present)
+
+    def all_lengths(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The lengths of every combined mask: those of queries, and those of keys."""
+        pairs = [(self.query_lengths, self.key_lengths), *self.more_lengths]
+        queries, keys = ([x for x in side if x is not None] for side in zip(*pairs, strict=True))
+        return queries, keys
+
+    def has_function(self) -> bool:
+        """Whether the kernels, or the blockwise path, evaluate a function of each element."""
+        return bool({"function", "traced_window", "kv_blocks"} & self.kinds())
+
+    def without_block_masks(self) -> Self:
+        """The same mask without block masks, so that each call computes its own."""
+        return dataclasses.replace(self, block_masks=(), beyond_block_masks=False)
+
+    def _is_beyond_block_masks(self) -> bool:
+        kinds = {"segments", "boolean"} & self.kinds() or self.has_function()
+        return self.beyond_block_masks or (bool(kinds) and not self.block_masks)

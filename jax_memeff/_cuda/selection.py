@@ -1,0 +1,123 @@
+"""The kernels of a call: one for each architecture that its program may run on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jax_memeff import config
+from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands.gradients import NeedsGrad
+from jax_memeff._call.options import Options
+from jax_memeff._call.sequences import MOST_POSITIONS
+from jax_memeff._call.values import require_static
+from jax_memeff._cuda import mixed_batches, workspaces
+from jax_memeff._cuda.custom_call import buffers
+from jax_memeff._cuda.problem import Call, problem_of
+from jax_memeff.codegen import arch as architectures
+from jax_memeff.codegen import strategy
+from jax_memeff.codegen.select import select
+from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.errors import UnsupportedError
+
+
+def of_types(
+    avals: Operands,
+    options: Options,
+    needs_grad: NeedsGrad | None,
+    archs: Sequence[str] = (),
+    is_tangent: bool = False,
+) -> dict[str, KernelSpec]:
+    """The kernel for each architecture, by default those that the program may run on."""
+    require_static(
+        {
+            "query": avals.query.shape,
+            "key": avals.key.shape,
+            "value": avals.value.shape,
+            "scores": avals.scores,
+        },
+        where="programs for CUDA have static sizes",
+        remedy="export a program for each size, or pass implementation='xla'",
+    )
+    _require_lengths(avals)
+    call = Call(avals, options, needs_grad, is_tangent)
+    return {arch: on_architecture(call, arch) for arch in archs or _architectures()}
+
+
+def of_call(
+    avals: Sequence[Any],
+    *,
+    tree: Any,
+    options: Options,
+    needs_grad: NeedsGrad | None = None,
+    archs: Sequence[str] = (),
+) -> list[dict[str, KernelSpec]]:
+    """The kernels of a primitive with these types and parameters, by architecture.
+
+    A mixed batch of prompts and decode steps has two kernels for each architecture. Without
+    ``archs`` the architectures are those that the program would be compiled for.
+
+    Raises:
+        UnsupportedError: as the lowering would.
+    """
+    operands = jax.tree.unflatten(tree, avals)
+    types = buffers.separate(operands if needs_grad is None else operands[0])
+    few = mixed_batches.few_queries(types)
+    parts = mixed_batches.types_of_parts(types, few) if few else (types,)
+    return [of_types(part, options, needs_grad, archs) for part in parts]
+
+
+def digest(
+    avals: Sequence[Any], *, tree: Any, options: Options, needs_grad: NeedsGrad | None = None
+) -> bytes:
+    """A digest that changes with the kernels of a call: their specs, sources and compiler.
+
+    Raises:
+        UnsupportedError, CompileError: as the lowering would.
+    """
+    return digest_of(of_call(avals, tree=tree, options=options, needs_grad=needs_grad))
+
+
+def digest_of(specs: Sequence[Mapping[str, KernelSpec]]) -> bytes:
+    """A digest that changes with these kernels, their sources or the compiler."""
+    keys = [compiler.key(spec, arch) for own in specs for arch, spec in own.items()]
+    return hashlib.sha256(repr((specs, keys)).encode()).digest()
+
+
+def on_architecture(call: Call, arch: str) -> KernelSpec:
+    """The kernel of a call on one architecture."""
+    problem = problem_of(call, arch)
+    sizes = workspaces.sizes_of(call.operands, call.options.divisors)
+    return select(problem, strategy.choose(problem, sizes, strategy.MULTIPROCESSORS))
+
+
+def _require_lengths(avals: Operands) -> None:
+    longest = max(avals.query.shape[1], avals.key.shape[1], *avals.scores[2:])
+    if longest > MOST_POSITIONS:
+        raise UnsupportedError(
+            [
+                f"sequences have at most {MOST_POSITIONS} positions in the kernels, got {longest}",
+                "pass implementation='xla', or split the sequence",
+            ]
+        )
+
+
+def _architectures() -> tuple[str, ...]:
+    """``JAX_MEMEFF_ARCHS``, else the architectures of this process's CUDA devices."""
+    if chosen := config.archs():
+        return chosen
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        raise UnsupportedError(
+            [
+                "this process has no CUDA device, so it is unknown what to compile for",
+                "set JAX_MEMEFF_ARCHS, for example to sm_90a",
+            ]
+        ) from None
+    capabilities = {tuple(map(int, device.compute_capability.split("."))) for device in devices}
+    return tuple(architectures.of_capability(*capability) for capability in sorted(capabilities))
