@@ -7,12 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import BENCHMARKS, document, modules
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+__all__ = ["document", "modules"]
 
 
 @pytest.mark.parametrize(

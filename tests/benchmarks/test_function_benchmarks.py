@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import BENCHMARKS, modules
 
 import jax_memeff
 from jax_memeff.codegen.problem import Problem
@@ -18,7 +18,7 @@ from jax_memeff.codegen.select import select
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import parallel
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+__all__ = ["modules"]
 
 
 def test_every_figure_of_functions_has_its_cells(modules):

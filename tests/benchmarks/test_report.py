@@ -5,6 +5,9 @@ import json
 import sys
 
 import pytest
+from harness import document, modules
+
+__all__ = ["document", "modules"]
 
 
 def _synthetic(document):

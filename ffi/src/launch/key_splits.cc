@@ -12,7 +12,7 @@ constexpr double kBlockOverhead = 3;
 constexpr double kCombination = 6;
 
 // Once every multiprocessor has its blocks, more splits only help to fill the last round.
-constexpr long long kRounds = 4;
+constexpr long long kMostRounds = 4;
 
 long long resident_blocks(const DeviceKernel& kernel) {
   return (long long)kernel.multiprocessors * kernel.description->blocks_per_sm;
@@ -48,7 +48,7 @@ long long fastest_splits(long long blocks, long long key_tiles, long long most,
   long long best = 1;
   bool const by_products = bound_by_products(*kernel.description, blocks);
   double least = time_of(blocks, key_tiles + kBlockOverhead, by_products, kernel);
-  long long const useful = std::max(kRounds, resident_blocks(kernel) / std::max(blocks, 1ll));
+  long long const useful = std::max(kMostRounds, resident_blocks(kernel) / std::max(blocks, 1ll));
   for (long long splits = 2; splits <= std::min(most, useful); ++splits) {
     double const block_time = ceil_div(key_tiles, splits) + kBlockOverhead;
     double const time = time_of(blocks * splits, block_time, by_products, kernel) + kCombination;
