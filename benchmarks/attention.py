@@ -13,22 +13,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import cells as cell_sets
-import documents
-import host_cost
-import inputs as cell_inputs
 import jax
 import jax.numpy as jnp
-import jax_programs
-import measurement
-import peers as all_peers
-import torch_programs
-from cells import Cell
-from peers import Peer
-from precompile import Precompilation
+from measuring import documents, host_cost, measurement
+from measuring.timing import Failure, Timing, first_line, measure
+from programs import cells as cell_sets
+from programs import inputs as cell_inputs
+from programs import jax_programs, torch_programs
+from programs import peers as all_peers
+from programs.cells import Cell
+from programs.peers import Peer
+from programs.precompile import Precompilation
 from rich.console import Console
 from rich.progress import Progress
-from timing import Failure, Timing, first_line, measure
 from user_functions import table as function_table
 
 DIRECTIONS = {"forward": False, "forward_backward": True}

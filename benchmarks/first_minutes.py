@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from markdown_table import table
+from reporting.markdown_table import table
 
 _CLOCK = """
 import json, resource, time

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import compiled_kernels
 import jax
 import jax.numpy as jnp
+from programs import compiled_kernels
 
 import jax_memeff
 

@@ -10,9 +10,9 @@ import random
 import sys
 from typing import Any
 
-import compiled_kernels
 import jax
 import jax.numpy as jnp
+from programs import compiled_kernels
 
 import jax_memeff
 

@@ -15,21 +15,17 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import documents
-import host_cost
 import jax
 import jax.numpy as jnp
-import jax_programs
-import measurement
-import precompile
-import torch_programs
-from peers import OURS, PEERS
+from measuring import documents, host_cost, measurement
+from measuring.timing import Failure, Timing, first_line, measure
+from programs import jax_programs, precompile, torch_programs
+from programs.peers import OURS, PEERS
 from rich.console import Console
 from rich.progress import Progress
 from server import calls, host_time, table
 from server.calls import CALLS, Tokens
 from server.steps import SETS, Step, steps
-from timing import Failure, Timing, first_line, measure
 
 _LAUNCH_SECONDS = 4e-3
 _ASSUMED_BYTES_PER_SECOND = 4e12

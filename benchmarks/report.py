@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import overview
-import plots
-from markdown_table import table
-from peers import OURS
-from ratios import ours, ratios
+from programs.peers import OURS
+from reporting import plots
+from reporting.markdown_table import table
+from reporting.ratios import ours, ratios
 from server import table as server_table
 from user_functions import errors
 from user_functions import table as function_table

@@ -21,19 +21,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import documents
 import jax
 import jax.numpy as jnp
-import machine
 import numpy as np
 from attention import DIRECTIONS
-from cells import Cell
-from inputs import Inputs
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_programs import JaxProgram, distance, one_call, program_of
+from measuring import documents, machine
+from measuring.timing import Failure, Timing, measure
+from programs.cells import Cell
+from programs.inputs import Inputs
+from programs.jax_programs import JaxProgram, distance, one_call, program_of
 from rich.console import Console
-from timing import Failure, Timing, measure
 
 import jax_memeff
 

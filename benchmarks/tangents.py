@@ -18,7 +18,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from timing import Failure, measure
+from measuring.timing import Failure, measure
 
 import jax_memeff
 from jax_memeff._cuda.derivatives import tangents

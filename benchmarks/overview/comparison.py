@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from peers import OURS
-from ratios import ours, ratios
+from programs.peers import OURS
+from reporting.ratios import ours, ratios
 
 DIRECTIONS = ("forward", "forward_backward")
 TITLES = {

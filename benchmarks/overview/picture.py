@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-import plots
+from reporting import plots
 
 from overview.comparison import DIRECTIONS, Row
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import plots
-from markdown_table import table
+from reporting import plots
+from reporting.markdown_table import table
 
 from overview.comparison import DIRECTIONS, Row, mean
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from inputs import Inputs
+from programs.inputs import Inputs
 
 import jax_memeff
 from server.steps import ELEMENT_BYTES, Step

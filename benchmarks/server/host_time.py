@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from timing import Failure, measure
+from measuring.timing import Failure, measure
 
 import jax_memeff
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from cells import Cell
+from programs.cells import Cell
 
 ELEMENT_BYTES = 2
 """bfloat16"""

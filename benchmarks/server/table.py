@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from markdown_table import table
+from reporting.markdown_table import table
 
 _MISSING = "n/a"
 _HOST = {

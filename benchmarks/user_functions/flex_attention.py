@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from cells import Cell
+from programs.cells import Cell
 
 from user_functions.in_jax import alibi_slopes
 

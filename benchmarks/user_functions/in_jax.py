@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from cells import Cell
+from programs.cells import Cell
 
 # Like the examples, the benchmarks are scripts and not a package.
 sys.path.append(str(Path(__file__).parents[2] / "examples"))

@@ -170,19 +170,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         if variables is not None and cache is not None:
             for variable, array in zip(variables, cache, strict=True):
                 variable.value = array
-        return linen.DenseGeneral(
-            features=self.out_features or inputs_q.shape[-1],
-            axis=(-2, -1),
-            kernel_init=self.out_kernel_init or self.kernel_init,
-            bias_init=self.out_bias_init or self.bias_init,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            precision=self.precision,
-            dot_general=self.out_dot_general,
-            dot_general_cls=self.out_dot_general_cls,
-            name="out",
-        )(out)
+        return self._project_out(out, inputs_q.shape[-1])
 
     def _refuse(self, sow_weights: bool) -> None:
         if self.attention_fn is not attention.attention_fn:
@@ -237,6 +225,22 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             )
             projected[:2] = norm(name="query_ln")(projected[0]), norm(name="key_ln")(projected[1])
         return projected
+
+    def _project_out(self, out: jax.Array, features: int) -> jax.Array:
+        """``[batch..., T, N, H]`` to ``[batch..., T, out_features]``, ``features`` by default."""
+        return linen.DenseGeneral(
+            features=self.out_features or features,
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            dot_general=self.out_dot_general,
+            dot_general_cls=self.out_dot_general_cls,
+            name="out",
+        )(out)
 
     def _cache(self, key: jax.Array, value: jax.Array) -> tuple[linen.Variable, ...] | None:
         """The cache's variables in the order of ``Cache``; None in the call that creates them."""

@@ -19,19 +19,19 @@ __all__ = ["document", "modules"]
     "name",
     [
         "attention",
-        "cells",
+        "programs.cells",
         "first_minutes",
-        "host_cost",
-        "jax_programs",
-        "markdown_table",
+        "measuring.host_cost",
+        "programs.jax_programs",
+        "reporting.markdown_table",
         "overview.comparison",
-        "peers",
+        "programs.peers",
         "report",
         "ring",
         "server.calls",
         "server.steps",
         "server.table",
-        "timing",
+        "measuring.timing",
         "user_functions.in_jax",
         "user_functions.table",
     ],
@@ -167,7 +167,7 @@ def test_steps_and_their_calls(modules):
 
 
 def test_measure_keeps_going_without_a_failing_program(modules):
-    timing = modules("timing")
+    timing = modules("measuring.timing")
 
     class Fails:
         calls = 1
@@ -209,7 +209,7 @@ def test_no_program_always_follows_the_same_one(modules):
         def wait(self):
             pass
 
-    timing = modules("timing")
+    timing = modules("measuring.timing")
     programs = {name: Records(name) for name in "abcdef"}
 
     def orders(seed):
@@ -229,7 +229,7 @@ def test_no_program_always_follows_the_same_one(modules):
 
 def test_every_table_has_its_cells(modules):
     """The project promises figures for these cells: their sizes, features and number."""
-    sets = modules("cells").SETS
+    sets = modules("programs.cells").SETS
     for name, number in (("main", 24), ("features", 18), ("float32", 4), ("deterministic", 14)):
         cells = sets[name]()
         assert len({cell.name for cell in cells}) == len(cells) == number
@@ -257,22 +257,22 @@ def test_every_table_has_its_cells(modules):
 
 
 def test_peers_say_what_they_have_no_argument_for(modules):
-    peers, sets = modules("peers").PEERS, modules("cells").SETS
+    peers, sets = modules("programs.peers").PEERS, modules("programs.cells").SETS
     capped = next(cell for cell in sets["softcap"]() if cell.soft_cap)
     able = {name for name, peer in peers.items() if not peer.missing(capped)}
     assert able == {"memeff_cuda", "memeff_xla", "memeff_deterministic", "fa4"}
     function = sets["functions"]()[0]
     able = {name for name, peer in peers.items() if not peer.missing(function)}
     assert able == {"memeff_cuda", "memeff_xla", "memeff_deterministic", "memeff_plain", "flex"}
-    everyone = {peer.name for peer in modules("peers").peers("all")}
+    everyone = {peer.name for peer in modules("programs.peers").peers("all")}
     assert set(peers) - everyone == {"memeff_xla", "memeff_deterministic", "memeff_plain", "flex"}
 
 
 def test_unknown_names_are_refused_with_the_known_ones(modules):
     with pytest.raises(ValueError, match="expected some of tiny, small, quick, main"):
-        modules("cells").cells("tiny,huge")
+        modules("programs.cells").cells("tiny,huge")
     with pytest.raises(ValueError, match="expected 'all' or some of memeff_cuda"):
-        modules("peers").peers("memeff")
+        modules("programs.peers").peers("memeff")
 
 
 def test_the_time_of_code_generation_has_the_lowering_and_the_generator(modules):

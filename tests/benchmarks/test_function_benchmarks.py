@@ -22,7 +22,7 @@ __all__ = ["modules"]
 
 
 def test_every_figure_of_functions_has_its_cells(modules):
-    cells = modules("cells").functions()
+    cells = modules("programs.cells").functions()
     assert {cell.head_dim for cell in cells} == {64, 128}
     rows = {(cell.function, cell.causal, cell.query_length) for cell in cells}
     assert rows == {
@@ -38,7 +38,7 @@ def test_every_figure_of_functions_has_its_cells(modules):
 
 def test_the_gallery_is_measured(modules):
     """Its cells have arguments, and their float arrays are inputs."""
-    found = modules("cells").gallery()
+    found = modules("programs.cells").gallery()
     gallery = modules("user_functions.in_jax")
     assert {cell.function for cell in found} == {f"gallery {name}" for name in gallery.ENTRIES}
     learned = set()
@@ -46,14 +46,14 @@ def test_the_gallery_is_measured(modules):
         sizes = {"batch": 2, "heads": 2, "key_heads": 2, "key_length": 64, "head_dim": 8}
         sizes |= {"query_length": min(64, cell.query_length), "value_dim": 8}
         cell = dataclasses.replace(cell, **sizes, dtype="float32")
-        inputs = modules("inputs").make(cell)
+        inputs = modules("programs.inputs").make(cell)
         if inputs.table is not None:
             learned.add(cell.function.split()[1])
         plain, ours = (
-            modules("peers")._memeff(cell, implementation="xla", with_function=own)(inputs)
+            modules("programs.peers")._memeff(cell, implementation="xla", with_function=own)(inputs)
             for own in (False, True)
         )
-        assert float(modules("jax_programs").distance(ours, plain)) > 1e-3, cell.name
+        assert float(modules("programs.jax_programs").distance(ours, plain)) > 1e-3, cell.name
     assert learned == {"alibi", "relative_table", "t5_bias", "swin_bias"}
 
 
@@ -64,7 +64,7 @@ def tiny_functions():
 
 @pytest.fixture(params=tiny_functions())
 def function_cell(request, modules):
-    for cell in modules("cells").tiny_functions():
+    for cell in modules("programs.cells").tiny_functions():
         causal = "causal " if (cell.function, cell.causal) == ("alibi", True) else ""
         if f"{causal}{cell.function}" == request.param:
             return cell
@@ -74,12 +74,12 @@ def function_cell(request, modules):
 def test_the_plain_call_beside_a_function_computes_the_same(modules, function_cell):
     """This holds if an argument of the call can replace the function."""
     cell = function_cell
-    inputs = modules("inputs").make(cell)
-    attention = modules("peers")._memeff
+    inputs = modules("programs.inputs").make(cell)
+    attention = modules("programs.peers")._memeff
     ours = attention(cell, implementation="xla")(inputs)
     plain = attention(cell, implementation="xla", with_function=False)(inputs)
-    distance = float(modules("jax_programs").distance(ours, plain))
-    if cell.function in modules("cells").WITH_ARGUMENT:
+    distance = float(modules("programs.jax_programs").distance(ours, plain))
+    if cell.function in modules("programs.cells").WITH_ARGUMENT:
         assert distance < 1e-6
     else:
         assert distance > 0.01
@@ -88,7 +88,7 @@ def test_the_plain_call_beside_a_function_computes_the_same(modules, function_ce
 def test_flex_attention_has_the_same_functions(modules, function_cell):
     """NumPy has the operations that they use, so evaluating them does not need PyTorch."""
     cell = function_cell
-    inputs = modules("inputs").make(cell)
+    inputs = modules("programs.inputs").make(cell)
     torch = types.SimpleNamespace(
         arange=lambda size, device, dtype: np.arange(size, dtype=dtype),
         tensor=lambda values, device: np.array(values, np.float32),
@@ -118,10 +118,10 @@ def test_flex_attention_has_the_same_functions(modules, function_cell):
 
 def test_what_pytorch_cannot_compile_is_tried_once(modules):
     """A compiler takes up to a minute to fail, so the measurement reuses the reason."""
-    peers, precompile = modules("peers").PEERS, modules("precompile")
-    cell = modules("cells").tiny_functions()[0]
+    peers, precompile = modules("programs.peers").PEERS, modules("programs.precompile")
+    cell = modules("programs.cells").tiny_functions()[0]
     precompilation = precompile.Precompilation([cell], [])
-    reason = modules("timing").Failure("InductorError: no kernel")
+    reason = modules("measuring.timing").Failure("InductorError: no kernel")
     for name in ("flex", "memeff_cuda"):
         precompilation._futures[peers[name], cell, True] = done = concurrent.futures.Future()
         done.set_result(reason)
@@ -185,7 +185,7 @@ def test_sources_of_other_processes_are_counted(modules, monkeypatch, tmp_path):
     monkeypatch.setattr(compiler, "store", compiler.store)  # restored after the test
     image = compiler.Compiled(b"", (), (), (), "", 0.0, False)
     monkeypatch.setattr(parallel._Worker, "run", lambda worker, job: image)
-    counted = modules("compiled_kernels").record()
+    counted = modules("programs.compiled_kernels").record()
     specs = [select(Problem("forward", "bf16", dim, dim, "sm_80")) for dim in (32, 64)]
     parallel.compile_many([(spec, "sm_80") for spec in specs], processes=2)
     assert sorted(counted) == [[f"{spec.name} sm_80"] for spec in specs]
@@ -197,7 +197,7 @@ def test_the_gallery_has_pages_of_its_own(modules):
 
 
 def test_block_masks_of_functions_are_timed(modules, monkeypatch):
-    cells, host_cost = modules("cells"), modules("host_cost")
+    cells, host_cost = modules("programs.cells"), modules("measuring.host_cost")
     monkeypatch.setattr(host_cost, "functions", cells.tiny_functions)
     monkeypatch.setattr(host_cost, "_BLOCK_MASK_LENGTH", 96)
     monkeypatch.setattr(host_cost, "_BATCH_SECONDS", 1e-3)

@@ -51,8 +51,7 @@ def main() -> None:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, spawn) as pool:
         records = list(pool.map(measure, jobs, implementations))
-    import documents  # with machine, of the benchmarks
-    import machine
+    from measuring import documents, machine
 
     document = {
         "date": machine.today(),

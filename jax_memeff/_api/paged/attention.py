@@ -216,13 +216,7 @@ def prepare(
         is_own_table = 0 < columns == max_pages * page_size
         sequences = _of_step(given if is_own_table else lengths, columns)
     else:
-        starts = rows.ends - counts
-        first = starts[0] if batch else rows.first
-        # Rows before a sequence's first token are a gap after the previous sequence.
-        starts = jnp.append(starts, first + len(tokens))
-        sequences = Sequences(
-            starts, jnp.zeros(batch + 1, jnp.int32), counts, lengths, longest, columns
-        )
+        sequences = _of_rows(rows, counts, lengths, len(tokens), longest, columns)
     operands = Operands(
         query=tokens[None],
         key=_as_rows(key_pages),
@@ -252,6 +246,22 @@ def _of_step(lengths: jax.Array, columns: int) -> Sequences:
     """
     starts = jnp.asarray(np.arange(lengths.shape[0] + 1, dtype=np.int32))
     return Sequences(starts, starts, lengths, lengths, 1, columns)
+
+
+def _of_rows(
+    rows: checks.Rows,
+    counts: jax.Array,
+    lengths: jax.Array,
+    tokens: int,
+    longest: int,
+    columns: int,
+) -> Sequences:
+    """The sequences of a call with ``counts`` rows each among ``tokens`` query rows."""
+    starts = rows.ends - counts
+    first = starts[0] if counts.size else rows.first
+    # Rows before a sequence's first token are a gap after the previous sequence.
+    starts = jnp.append(starts, first + tokens)
+    return Sequences(starts, jnp.zeros_like(starts), counts, lengths, longest, columns)
 
 
 def _canonical_mask(

@@ -10,7 +10,7 @@ from typing import Any
 def default_path(device_name: str, kind: str) -> Path:
     """The file for a kind of result on a device; a new result replaces the previous one."""
     device = device_name.lower().replace(" ", "-")
-    return Path(__file__).parent / "results" / f"{device}-{kind}.json"
+    return Path(__file__).parents[1] / "results" / f"{device}-{kind}.json"
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

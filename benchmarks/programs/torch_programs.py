@@ -8,9 +8,10 @@ import warnings
 from typing import Any, NamedTuple
 
 import jax
-from cells import Cell
-from inputs import Inputs, adapt
-from peers import Peer
+
+from programs.cells import Cell
+from programs.inputs import Inputs, adapt
+from programs.peers import Peer
 
 _WARM_UP_CALLS = 3
 

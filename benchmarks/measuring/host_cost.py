@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import inputs as cell_inputs
 import jax
 import jax.numpy as jnp
-import jax_programs
-from cells import Cell, functions
-from peers import Peer
-from timing import Failure, Timing, first_line, measure
+from programs import inputs as cell_inputs
+from programs import jax_programs
+from programs.cells import Cell, functions
+from programs.peers import Peer
 from user_functions import in_jax
 
 from jax_memeff import Mask
@@ -29,6 +28,7 @@ from jax_memeff._call.functions import state as function_state
 from jax_memeff._call.options import Divisors
 from jax_memeff._cuda import block_mask as block_masks
 from jax_memeff.codegen.launch import BlockMask
+from measuring.timing import Failure, Timing, first_line, measure
 
 _ROUNDS = 7
 _BATCH_SECONDS = 0.05
@@ -121,7 +121,7 @@ def _script(
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
-    command = [sys.executable, str(Path(__file__).with_name(name)), implementation, *arguments]
+    command = [sys.executable, str(Path(__file__).parents[1] / name), implementation, *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = result.stdout.strip().splitlines()
     if result.returncode != 0 or not lines:

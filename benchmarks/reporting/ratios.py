@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from peers import OURS
+from programs.peers import OURS
 
 
 def ours(document: dict[str, Any]) -> str:

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from cells import Cell
 from user_functions import flex_attention, in_jax
+
+from programs.cells import Cell
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,16 +12,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
-import inputs as cell_inputs
 import jax
-import jax_programs
-import torch_programs
-from cells import Cell
-from peers import PEERS, Peer
+from measuring.timing import Failure, first_line
 from rich.progress import Progress
-from timing import Failure, first_line
 
 from jax_memeff.codegen.arch import of_capability
+from programs import inputs as cell_inputs
+from programs import jax_programs, torch_programs
+from programs.cells import Cell
+from programs.peers import PEERS, Peer
 
 _MOST_PROCESSES = 12  # each has a CUDA context of half a GiB
 

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import host_cost
-import machine
+from measuring import host_cost, machine
 
 
 def add_options(parser: argparse.ArgumentParser, kind: str, timed: str) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from cells import Cell
-from inputs import Inputs, adapt
 from jax import lax
-from peers import Peer
+
+from programs.cells import Cell
+from programs.inputs import Inputs, adapt
+from programs.peers import Peer
 
 
 class JaxProgram:

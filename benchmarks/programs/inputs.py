@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from cells import Cell
-from peers import Peer
 from user_functions import in_jax
+
+from programs.cells import Cell
+from programs.peers import Peer
 
 
 class Inputs(NamedTuple):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from peers import OURS
+from programs.peers import OURS
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -1,0 +1,1 @@
+"""How programs are timed, and the documents that keep the results."""

@@ -1,0 +1,1 @@
+"""What is timed: cells, their inputs, and the programs of each peer."""

@@ -1,0 +1,1 @@
+"""Tables, ratios and plots of the results."""
