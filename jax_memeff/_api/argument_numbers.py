@@ -126,7 +126,9 @@ def dropout_key(value: Any, rate: float) -> None:
             "jax.vmap for one key per batch index"
         )
     if not typed:
-        words = jax.eval_shape(jax.random.PRNGKey, 0).shape
+        # A new function each time: JAX would find an old one in a cache, without regard to the
+        # default generator, which may be another one now.
+        words = jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
         if value.shape != words:
             raise ValueError(
                 f"dropout_key must have shape {words}, as jax.random.PRNGKey makes them, got shape "

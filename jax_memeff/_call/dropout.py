@@ -20,11 +20,15 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import export, lax
+from jax.extend.random import threefry_2x32
 
 from jax_memeff._call.offsets import Index, Offsets
 from jax_memeff._call.operands import DropoutState, Operands
 from jax_memeff._call.options import RANDOM_BLOCK, Options
 from jax_memeff._call.values import static_integer, static_number
+
+_RBG = ("rbg", "unsafe_rbg")
+"""JAX's generators whose keys have four words."""
 
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -198,7 +202,12 @@ def kept(
 
 def key_words(dropout_key: jax.Array) -> jax.Array:
     """The generator's key, uint32[2], of a typed or legacy JAX random key."""
-    return jax.random.bits(dropout_key, (2,), "uint32")
+    if jax.random.key_impl(dropout_key) not in _RBG:
+        return jax.random.bits(dropout_key, (2,), "uint32")
+    # The bits of these generators depend on the backend, and under jax.vmap on the first key only.
+    is_typed = jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
+    words = jax.random.key_data(dropout_key) if is_typed else jnp.asarray(dropout_key)
+    return threefry_2x32(words[:2], words[2:])
 
 
 def state(

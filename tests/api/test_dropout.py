@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 
+import jax_memeff
 from jax_memeff._call import dropout
 from jax_memeff._call.offsets import Offsets, Position
 from jax_memeff._call.operands import DropoutState
@@ -138,6 +139,34 @@ def test_typed_and_legacy_keys():
     np.testing.assert_array_equal(dropout.key_words(jax.random.key(7)), want)
     legacy = jax.random.key_data(jax.random.key(7))
     np.testing.assert_array_equal(dropout.key_words(legacy), want)
+
+
+@pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg"])
+def test_keys_of_other_generators_are_independent_under_vmap(generator):
+    keys = jax.random.split(jax.random.key(7, impl=generator), 3)
+    each = np.stack([dropout.key_words(key) for key in keys])
+    assert len(np.unique(each)) == each.size
+    np.testing.assert_array_equal(jax.vmap(dropout.key_words)(keys), each)
+    with jax.default_prng_impl(generator):
+        legacy = [dropout.key_words(key) for key in jax.random.key_data(keys)]
+    np.testing.assert_array_equal(np.stack(legacy), each)
+
+
+def test_a_legacy_key_has_the_size_of_the_current_default():
+    query = jnp.ones((1, 4, 1, 8))
+
+    def call(key):
+        return jax_memeff.dot_product_attention(
+            query, query, query, dropout_rate=0.5, dropout_key=key
+        )
+
+    call(jax.random.PRNGKey(0))
+    with jax.default_prng_impl("rbg"):
+        key = jax.random.PRNGKey(0)
+        assert key.shape == (4,)
+        np.testing.assert_array_equal(call(key), call(jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"dropout_key must have shape \(2,\).*got shape \(4,\)"):
+        call(key)
 
 
 def test_offsets_give_the_bits_of_the_whole():
