@@ -369,6 +369,14 @@ def test_bad_arguments_raise(settings, message):
         attention_fn(*arrays(2), **settings)
 
 
+def test_arguments_that_are_no_arrays_raise():
+    query, key, value = arrays(2)
+    with pytest.raises(TypeError, match="key must be an array, got str"):
+        attention_fn(query, "key", value)
+    with pytest.raises(TypeError, match=r"pass mask=jax_memeff.Mask.function\(function\)"):
+        attention_fn(query, key, value, mask=lambda b, h, q, k: q >= k)
+
+
 def test_bad_shapes_raise():
     query, key, value = arrays(2, 3)
     with pytest.raises(ValueError, match=r"key must have the batch dimensions of query, \(2, 3\)"):
