@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain import prebuilt
 from jax_memeff.codegen.toolchain.compile import Compiled
 
 
@@ -22,8 +22,13 @@ def require_writable(path: Path) -> None:
         reason = "it is a directory"
     elif not path.parent.is_dir():
         reason = f"{path.parent} is no directory"
-    elif not os.access(path.parent, os.W_OK | os.X_OK):
-        reason = f"you may not write to {path.parent}"
+    else:
+        temporary = prebuilt.temporary_beside(path)
+        try:
+            temporary.touch(exist_ok=False)
+            temporary.unlink()
+        except OSError as error:
+            reason = error.strerror
     if reason is not None:
         raise ValueError(f"--output {path} cannot be written: {reason}")
 

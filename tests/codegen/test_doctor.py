@@ -168,6 +168,7 @@ def test_build_writes_an_archive(capsys, tmp_path, monkeypatch):
         ["--models", "lama"],
         ["--models", "llama", "--output", str(tmp_path / "no" / "kernels.zip")],
         ["--models", "llama", "--output", str(tmp_path)],
+        ["--models", "llama", "--output", str(tmp_path / ("k" * 250))],
     ):
         with pytest.raises(SystemExit):
             cli.main(["build", "--arch", "sm_90a", *wrong])
@@ -175,3 +176,5 @@ def test_build_writes_an_archive(capsys, tmp_path, monkeypatch):
     assert "--models or a problem, not both" in errors and "got 'lama'" in errors
     assert f"kernels.zip cannot be written: {tmp_path / 'no'} is no directory" in errors
     assert f"--output {tmp_path} cannot be written: it is a directory" in errors
+    assert "kkk cannot be written: File name too long" in errors
+    assert [file.name for file in tmp_path.iterdir() if file.name.endswith(".tmp")] == []
