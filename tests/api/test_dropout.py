@@ -126,12 +126,38 @@ def test_threshold():
         (("x", 2), TypeError, "batch must be a Python integer, got 'x'"),
         ((2, 1.5), TypeError, "num_heads must be a Python integer, got 1.5"),
         ((2, -1), ValueError, "num_heads must be at least 0, got -1"),
+        ((2, 2**31), ValueError, "num_heads must be at most 2147483647, got 2147483648"),
         ((2, 2, 3), TypeError, "offsets must be jax_memeff.Offsets or None, got 3"),
     ],
 )
 def test_wrong_arguments_of_state(arguments, error, message):
     with pytest.raises(error, match=message):
         dropout.state(jax.random.key(0), *arguments)
+
+
+@pytest.mark.parametrize("key", [None, 3, "key", jnp.zeros(2)])
+def test_keys_of_state_are_checked(key):
+    with pytest.raises(TypeError, match="dropout_key must be a"):
+        dropout.state(key, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"state": KEY}, TypeError, "state must be the result of jax_memeff.dropout.state, got tu"),
+        ({"threshold": 0.5}, TypeError, "threshold must be a Python integer, got 0.5"),
+        ({"threshold": 257}, ValueError, "threshold must be at most 256, got 257"),
+        ({"row_start": -16}, ValueError, "row_start must be at least 0, got -16"),
+        ({"col_start": 1.0}, TypeError, "col_start must be a Python integer, got 1.0"),
+        ({"col_start": jnp.zeros(2, int)}, TypeError, "col_start must be one integer, got int32"),
+        ({"rows": None}, TypeError, "rows must be a Python integer, got None"),
+        ({"cols": -1}, ValueError, "cols must be at least 0, got -1"),
+    ],
+)
+def test_wrong_arguments_of_keep_mask(arguments, error, message):
+    right = {"state": known_state(), "threshold": 9, "row_start": 0, "col_start": 0}
+    with pytest.raises(error, match=message):
+        dropout.keep_mask(**{**right, "rows": 2, "cols": 2, **arguments})
 
 
 def test_typed_and_legacy_keys():
