@@ -15,11 +15,13 @@ def require_writable(path: Path) -> None:
     """Raise for a path that cannot become a file; kernels take minutes to compile.
 
     Raises:
-        ValueError: it is a directory, or a file cannot be created beside it.
+        ValueError: it is a directory, a device or the like, or a file cannot be created beside it.
     """
     reason = None
     if path.is_dir():
         reason = "it is a directory"
+    elif path.exists() and not path.is_file():  # the archive would replace a device
+        reason = "it is no regular file"
     elif not path.parent.is_dir():
         reason = f"{path.parent} is no directory"
     else:
