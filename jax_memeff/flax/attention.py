@@ -213,8 +213,10 @@ def _flatten_batch(name: str, array: jax.Array) -> jax.Array:
     Raises:
       ValueError: an explicit mesh axis shards a batch dimension that follows a whole one.
     """
-    spec, first_whole = jax.typeof(array).sharding.spec, None
-    for dim, axes in enumerate(spec[:-3]):
+    spec, first_whole = jax.typeof(array).sharding.spec[:-3], None
+    if not any(spec):
+        spec = ()  # sizes may be symbolic, and do not compare
+    for dim, axes in enumerate(spec):
         if axes is None and array.shape[dim] > 1:
             first_whole = dim if first_whole is None else first_whole
         elif axes is not None and first_whole is not None:
