@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jax.errors import InconclusiveDimensionOperation
 
 from jax_memeff._call import values
 from jax_memeff._call.mask import Mask, checks
@@ -88,23 +87,10 @@ def cu_seqlens(
             f"cu_seqlens_k must have the length of cu_seqlens_q, {query.shape[0]}, got "
             f"{key.shape[0]}"
         )
-    _has_sequences(query.shape[0])
     for (name, value), total, limit in zip(named.items(), totals, longest, strict=True):
         if values.is_host(value):
             _cu_seqlens_in_range(name, value, total, limit)
     return query, key
-
-
-def _has_sequences(starts: Any) -> None:
-    """Raise for a symbolic number of starts that may be 1: JAX cannot index no sequences."""
-    try:
-        bool(starts >= 2)
-    except InconclusiveDimensionOperation as error:
-        raise ValueError(
-            f"cu_seqlens_q must have at least 2 elements, got a symbolic number of them, {starts}, "
-            f"which may be less; pass {starts} + 1, or constraints=['{starts} >= 2'] to "
-            "jax.export.symbolic_shape"
-        ) from error
 
 
 def _cu_seqlens_in_range(name: str, value: np.ndarray, total: int, longest: int) -> None:
