@@ -250,7 +250,7 @@ def require_key(value: Any) -> None:
             "jax.vmap for one key per batch index"
         )
     if not typed:
-        words = _legacy_shape(jax.config.jax_default_prng_impl)
+        words = _legacy_shape(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
         if value.shape != words:
             raise ValueError(
                 f"dropout_key must have shape {words}, as jax.random.PRNGKey makes them, got shape "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -380,7 +380,7 @@ def test_bad_decoding_raises():
     with pytest.raises(ValueError, match="deterministic must be True or False"):
         layer(X)
     with pytest.raises(TypeError, match=r"rngs must be flax.nnx.Rngs .* got .*Key"):
-        layer(X, deterministic=False, rngs=jax.random.key(0))
+        layer(X, deterministic=False, rngs=cast(Any, jax.random.key(0)))
     layer.init_cache((BATCH, 3, FEATURES))
     with pytest.raises(ValueError, match=r"\[2, at most 3, 4, 8\], got shape \(2, 5, 4, 8\)"):
         layer(X, decode=True, deterministic=True)
@@ -458,4 +458,4 @@ def test_wrong_arguments_of_rotary_embedding(x, positions, error, message):
 )
 def test_wrong_base_of_rotary_embedding(base, error, message):
     with pytest.raises(error, match=message):
-        rotary_embedding(np.ones((3, 2, 4)), np.arange(3), base)
+        rotary_embedding(jnp.ones((3, 2, 4)), jnp.arange(3), base)
