@@ -129,7 +129,7 @@ def write(path: Path, kernels: Mapping[Source, bytes], compiler: Mapping[str, st
             name: [arch, *names] for name, ((_, arch, names), _) in sorted(entries.items())
         },
     }
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    temporary = temporary_beside(path)
     try:
         with zipfile.ZipFile(temporary, "x", zipfile.ZIP_STORED) as archive:
             _add(archive, _MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -139,6 +139,11 @@ def write(path: Path, kernels: Mapping[Source, bytes], compiler: Mapping[str, st
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A new name beside ``path``, from which a file is renamed into place."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:

@@ -47,6 +47,7 @@ def query_key_value(query: Any, key: Any, value: Any) -> None:
             raise ValueError(
                 f"{name} must have the rank of query, {query.ndim}, got shape {operand.shape}"
             )
+        values.require_countable(name, operand.shape)
         float_dtype(name, operand)
     for name in ("key", "value"):
         if named[name].dtype != query.dtype:
@@ -99,6 +100,7 @@ def qkv(value: Any) -> jax.Array:
             "qkv must have shape [B, T, 3, N, H], or [T, 3, N, H] without the batch dim, got shape "
             f"{value.shape}"
         )
+    values.require_countable("qkv", value.shape)
     float_dtype("qkv", value)
     return value
 

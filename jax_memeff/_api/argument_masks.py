@@ -47,6 +47,14 @@ def mask(
     """
     if value is None:
         return Mask()
+    require_no_text_or_function(value)
+    if not isinstance(value, Mask):
+        return Mask.boolean(checks.boolean(value, scores))
+    return checks.of_mask(value, scores, tokens)
+
+
+def require_no_text_or_function(value: Any) -> None:
+    """Raise ``TypeError`` for a name, or a function, that other libraries take as a mask."""
     if isinstance(value, str):
         raise TypeError(
             f"mask must be a boolean array or a jax_memeff.Mask, got {value!r}; pass "
@@ -57,9 +65,6 @@ def mask(
             "mask must be a boolean array or a jax_memeff.Mask, got a function; pass "
             "mask=jax_memeff.Mask.function(function)"
         )
-    if not isinstance(value, Mask):
-        return Mask.boolean(checks.boolean(value, scores))
-    return checks.of_mask(value, scores, tokens)
 
 
 def cu_seqlens(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jax_memeff._call import dropout
 from jax_memeff._call.values import INT32_MAX, score_dtype, static_integer, static_number
 
 _PRECISIONS: dict[Any, Literal["tf32x3", "tf32"]] = {
@@ -111,27 +112,7 @@ def dropout_key(value: Any, rate: float) -> None:
             "dropout_key must be given when dropout_rate > 0: expected a jax.random key, got None; "
             "pass dropout_key=jax.random.key(seed) or dropout_rate=0.0"
         )
-    if not isinstance(value, (jax.Array, np.ndarray)):
-        raise TypeError(f"dropout_key must be a jax.random key, got {type(value).__name__}")
-    typed = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    if not typed and value.dtype != np.uint32:
-        raise TypeError(
-            "dropout_key must be a key of jax.random.key or jax.random.PRNGKey (uint32), got an "
-            f"array of dtype {value.dtype}"
-        )
-    # A legacy key is one row of words, as many as its generator has: two for threefry.
-    if value.ndim != (0 if typed else 1):
-        raise ValueError(
-            f"dropout_key must be one key, got an array of keys of shape {value.shape}; use "
-            "jax.vmap for one key per batch index"
-        )
-    if not typed:
-        words = jax.eval_shape(jax.random.PRNGKey, 0).shape
-        if value.shape != words:
-            raise ValueError(
-                f"dropout_key must have shape {words}, as jax.random.PRNGKey makes them, got shape "
-                f"{value.shape}; pass jax.random.key(seed)"
-            )
+    dropout.require_key(value)
 
 
 def precision(value: Any) -> Literal["tf32x3", "tf32"]:

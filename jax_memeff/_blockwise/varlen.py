@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import export, lax
+from jax.errors import InconclusiveDimensionOperation
 
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call.divisors import gradient_shape, without_divisors
@@ -49,6 +50,7 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
     )
     if _is_empty(operands):
         return results
+    _require_sequences(_sequences(operands).query_starts.shape[0])
     operands = operands._replace(sequences=_sequences(operands).clamped)
     own_options = without_divisors(options)
 
@@ -119,6 +121,22 @@ def backward(
 def _sequences(operands: Operands) -> Sequences:
     assert operands.sequences is not None
     return operands.sequences
+
+
+def _require_sequences(starts: Any) -> None:
+    """Raise for a symbolic number of starts that may be 1, because JAX cannot index an empty array.
+
+    Raises:
+        ValueError: names ``cu_seqlens_q`` and the remedy.
+    """
+    try:
+        bool(starts >= 2)
+    except InconclusiveDimensionOperation as error:
+        raise ValueError(
+            f"cu_seqlens_q must have at least 2 elements, got a symbolic number of them, {starts}, "
+            f"which may be less; pass {starts} + 1, or constraints=['{starts} >= 2'] to "
+            "jax.export.symbolic_shape"
+        ) from error
 
 
 def _captured_names(operands: Operands) -> list[str]:

@@ -15,16 +15,23 @@ the fewest that pass BigCrush there.
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export, lax
+from jax.extend.random import threefry_2x32
 
 from jax_memeff._call.offsets import Index, Offsets
 from jax_memeff._call.operands.arrays import DropoutState, Operands
 from jax_memeff._call.options import RANDOM_BLOCK, Options
-from jax_memeff._call.values import static_integer, static_number
+from jax_memeff._call.values import INT32_MAX, static_integer, static_number
+
+_RBG = ("rbg", "unsafe_rbg")
+"""JAX's generators whose keys have four words."""
 
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -142,7 +149,23 @@ def keep_mask(
 
     Returns:
         bool[B, N, rows, cols], true if the element is kept.
+
+    Raises:
+        TypeError: ``state`` is not the result of :func:`state`, or a number is not an integer.
+        ValueError: a number is out of range.
     """
+    if not isinstance(state, DropoutState):
+        raise TypeError(
+            f"state must be the result of jax_memeff.dropout.state, got {type(state).__name__}"
+        )
+    _require_integer("threshold", threshold, 256)
+    for name, size in (("rows", rows), ("cols", cols)):
+        _require_integer(name, size, INT32_MAX)
+    for name, start in (("row_start", row_start), ("col_start", col_start)):
+        if not isinstance(start, jax.Array):
+            _require_integer(name, start, INT32_MAX)
+        elif start.shape != () or not jnp.issubdtype(start.dtype, jnp.integer):
+            raise TypeError(f"{name} must be one integer, got {start.dtype} of shape {start.shape}")
     first_row_block, row_blocks = _covering_blocks(row_start, rows)
     first_col_block, col_blocks = _covering_blocks(col_start, cols)
     row_counter = _counters(first_row_block, row_blocks)[None, None, :, None]
@@ -166,6 +189,15 @@ def keep_mask(
         return bits
     bits = lax.dynamic_slice_in_dim(bits, row_start % RANDOM_BLOCK, rows, 2)
     return lax.dynamic_slice_in_dim(bits, col_start % RANDOM_BLOCK, cols, 3)
+
+
+def _require_integer(name: str, value: Any, most: int) -> None:
+    """Raise for what is not a Python integer in [0, most]."""
+    number = static_integer(name, value, "a Python integer", "make it static")
+    if number < 0:
+        raise ValueError(f"{name} must be at least 0, got {number}")
+    if number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
 
 
 def kept(
@@ -196,9 +228,52 @@ def kept(
     return jax.vmap(one)(state.key_words, state.batch_base, *starts)
 
 
+def require_key(value: Any) -> None:
+    """Raise for what is not one typed or legacy JAX random key.
+
+    Raises:
+        TypeError: it is no key.
+        ValueError: it is an array of keys, or a legacy key of another size than the default's.
+    """
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(f"dropout_key must be a jax.random key, got {type(value).__name__}")
+    typed = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if not typed and value.dtype != np.uint32:
+        raise TypeError(
+            "dropout_key must be a key of jax.random.key or jax.random.PRNGKey (uint32), got an "
+            f"array of dtype {value.dtype}"
+        )
+    # A legacy key is one row of words, as many as its generator has: two for threefry.
+    if value.ndim != (0 if typed else 1):
+        raise ValueError(
+            f"dropout_key must be one key, got an array of keys of shape {value.shape}; use "
+            "jax.vmap for one key per batch index"
+        )
+    if not typed:
+        words = _legacy_shape(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
+        if value.shape != words:
+            raise ValueError(
+                f"dropout_key must have shape {words}, as jax.random.PRNGKey makes them, got shape "
+                f"{value.shape}; pass jax.random.key(seed)"
+            )
+
+
+@functools.cache
+def _legacy_shape(generator: str) -> tuple[int, ...]:
+    """The shape of legacy keys; ``generator`` is the default one."""
+    del generator
+    # jax.eval_shape caches by function, without regard to the default generator.
+    return jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
+
+
 def key_words(dropout_key: jax.Array) -> jax.Array:
     """The generator's key, uint32[2], of a typed or legacy JAX random key."""
-    return jax.random.bits(dropout_key, (2,), "uint32")
+    if jax.random.key_impl(dropout_key) not in _RBG:
+        return jax.random.bits(dropout_key, (2,), "uint32")
+    # The bits of these generators depend on the backend, and under jax.vmap on the first key only.
+    is_typed = jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
+    words = jax.random.key_data(dropout_key) if is_typed else jnp.asarray(dropout_key)
+    return threefry_2x32(words[:2], words[2:])
 
 
 def state(
@@ -213,17 +288,17 @@ def state(
         offsets: the global index of this call's first batch index and head; None is 0 for both.
 
     Raises:
-        TypeError: a size is not a Python integer, or ``offsets`` are not Offsets.
-        ValueError: a size is negative.
+        TypeError: ``dropout_key`` is no key, a size is not a Python integer, or ``offsets`` are not
+            Offsets.
+        ValueError: there are several keys, or a size is negative or beyond int32.
 
     >>> state(jax.random.key(0), 2, 4).batch_base
     Array([0, 4], dtype=uint32)
     """
+    require_key(dropout_key)
     for name, size in (("batch", batch), ("num_heads", num_heads)):
-        if export.is_symbolic_dim(size):
-            continue
-        if static_integer(name, size, "a Python integer", "make it static") < 0:
-            raise ValueError(f"{name} must be at least 0, got {size}")
+        if not export.is_symbolic_dim(size):
+            _require_integer(name, size, INT32_MAX)
     if not isinstance(offsets, Offsets | None):
         raise TypeError(f"offsets must be jax_memeff.Offsets or None, got {offsets!r:.80}")
     offsets = Offsets() if offsets is None else offsets

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jax_memeff._call.values import INT32_MAX, array, clipped, is_host
 
@@ -122,6 +123,8 @@ def _heads_fit(known: dict[str, int], batch: int, heads: int) -> None:
             f"together, {first} + {heads}, got {known['num_heads']}; pass the number of query "
             "heads of the whole problem"
         )
+    if export.is_symbolic_dim(batch):
+        return
     pairs = (known.get("batch", 0) + batch) * known["num_heads"]
     if pairs > 2**32:
         raise ValueError(

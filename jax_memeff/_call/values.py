@@ -183,6 +183,15 @@ def require_static(shapes: Mapping[str, Sequence[int]], where: str, remedy: str)
             raise UnsupportedError([f"{where}, got {name} [{sizes}]", remedy])
 
 
+def require_countable(name: str, shape: Sequence[int]) -> None:
+    """Raise ``ValueError`` for a size beyond int32, the type of positions and of indices."""
+    if any(not export.is_symbolic_dim(size) and size > INT32_MAX for size in shape):
+        raise ValueError(
+            f"{name} must have sizes of at most {INT32_MAX}, got shape {tuple(shape)}; split the "
+            "call"
+        )
+
+
 def broadcasts_to_scores(name: str, value: Any, scores: tuple[int, int, int, int]) -> None:
     """Raise for an array that does not broadcast to the scores [B, N, T, S]."""
     shape = value.shape

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import compile as compiler
+from jax_memeff.codegen.toolchain import prebuilt
 from jax_memeff.codegen.toolchain.compile import Compiled
 
 
@@ -15,15 +15,22 @@ def require_writable(path: Path) -> None:
     """Raise for a path that cannot become a file; kernels take minutes to compile.
 
     Raises:
-        ValueError: it is a directory, or a file cannot be created beside it.
+        ValueError: it is a directory, a device or the like, or a file cannot be created beside it.
     """
     reason = None
     if path.is_dir():
         reason = "it is a directory"
+    elif path.exists() and not path.is_file():  # the archive would replace a device
+        reason = "it is no regular file"
     elif not path.parent.is_dir():
         reason = f"{path.parent} is no directory"
-    elif not os.access(path.parent, os.W_OK | os.X_OK):
-        reason = f"you may not write to {path.parent}"
+    else:
+        temporary = prebuilt.temporary_beside(path)
+        try:
+            temporary.touch(exist_ok=False)
+            temporary.unlink()
+        except OSError as error:
+            reason = error.strerror
     if reason is not None:
         raise ValueError(f"--output {path} cannot be written: {reason}")
 

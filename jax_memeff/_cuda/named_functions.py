@@ -80,6 +80,8 @@ def _traced(flag: str, name: str, trace: Trace) -> Any:
         raise ValueError(f"{flag} {name}: {error}") from error
     except UnsupportedError as error:
         raise UnsupportedError(error.reasons, f"{flag} {name}: {error.summary}") from error
+    except Exception as error:  # whatever the user's function raises
+        raise ValueError(f"{flag} {name} raised {type(error).__name__}: {error}") from error
 
 
 def _imported(flag: str, text: str) -> Any:
@@ -90,7 +92,7 @@ def _imported(flag: str, text: str) -> Any:
         )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise ValueError(
             f"{flag} {text}: the import of {module_name} raised {type(error).__name__}: {error}; "
             "modules are searched in the current directory, PYTHONPATH and the environment"
@@ -101,3 +103,7 @@ def _imported(flag: str, text: str) -> Any:
         near = difflib.get_close_matches(name, dir(module), 1)
         advice = f"; did you mean {module_name}:{near[0]}?" if near else ""
         raise ValueError(f"{flag} {text}: {error}{advice}") from error
+    except Exception as error:  # whatever the user's __getattr__ raises
+        raise ValueError(
+            f"{flag} {text}: the attribute raised {type(error).__name__}: {error}"
+        ) from error

@@ -15,6 +15,7 @@ per device, called zigzag, balance the work as well and keep a window in few pro
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -63,7 +64,7 @@ def zigzag(x: Array, axis: int, n: int) -> Array:
     >>> unzigzag(zigzag(np.arange(8), axis=0, n=2), axis=0, n=2)
     array([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    return _take_chunks(x, axis, n, chunks_of_devices("zigzag", n).ravel())
+    return _take_chunks(x, axis, n, lambda chunks: chunks)
 
 
 def unzigzag(x: Array, axis: int, n: int) -> Array:
@@ -80,10 +81,11 @@ def unzigzag(x: Array, axis: int, n: int) -> Array:
     >>> unzigzag(np.array([0, 3, 1, 2]), axis=0, n=2)
     array([0, 1, 2, 3])
     """
-    return _take_chunks(x, axis, n, np.argsort(chunks_of_devices("zigzag", n).ravel()))
+    return _take_chunks(x, axis, n, np.argsort)
 
 
-def _take_chunks(x: Any, axis: int, n: int, order: np.ndarray) -> Any:
+def _take_chunks(x: Any, axis: int, n: int, order: Callable[[np.ndarray], np.ndarray]) -> Any:
+    """``x`` cut into 2n chunks, which are taken in an order that is made of the zigzag's."""
     if not isinstance(x, (np.ndarray, jax.Array)):
         raise TypeError(f"x must be an array of JAX or NumPy, got {type(x).__name__}")
     axis = static_integer("axis", axis, "a Python integer", "make it static")
@@ -92,13 +94,16 @@ def _take_chunks(x: Any, axis: int, n: int, order: np.ndarray) -> Any:
         raise ValueError(f"axis must be a dim of x, got {axis} for shape {x.shape}")
     axis %= x.ndim
     length = x.shape[axis]
-    if n < 1 or length % (2 * n):
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    if length % (2 * n):
         raise ValueError(
             f"x must have a multiple of 2n = {2 * n} positions along axis {axis}, got {length}; "
             "pad the sequence, and mask what is padded by key_value_seq_lengths"
         )
     chunks = x.reshape(*x.shape[:axis], 2 * n, length // (2 * n), *x.shape[axis + 1 :])
-    return chunks.take(order, axis=axis).reshape(x.shape)
+    taken = order(chunks_of_devices("zigzag", n).ravel())
+    return chunks.take(taken, axis=axis).reshape(x.shape)
 
 
 class Product(NamedTuple):

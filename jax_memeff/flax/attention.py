@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_memeff._api import argument_numbers
+from jax_memeff._api import argument_masks, argument_numbers
 from jax_memeff._api import attention as api
+from jax_memeff._call import values
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands.arrays import DropoutState
@@ -114,13 +115,13 @@ def attention_fn(
         "attn_weights_value_einsum": attn_weights_value_einsum,
     }
     refuse(module, [name for name, function in replaced.items() if function is not None])
-    conditions = Mask()
-    if isinstance(mask, Mask):
-        conditions, mask = mask, None
+    named = {"query": query, "key": key, "value": value}
+    arrays = tuple(values.array(name, x) for name, x in named.items())
+    conditions, array = separated(mask)
     return attend(
-        *promote_dtype((query, key, value), dtype=dtype),
+        *promote_dtype(arrays, dtype=dtype),
         bias=bias,
-        mask=None if mask is None else jnp.asarray(mask),
+        mask=array,
         conditions=conditions,
         is_causal=is_causal,
         dropout_rate=0.0 if deterministic else dropout_rate,
@@ -131,6 +132,16 @@ def attention_fn(
         score_mod=score_mod,
         residual_checkpoint_name=residual_checkpoint_name,
     )
+
+
+def separated(mask: ArrayLike | Mask | None) -> tuple[Mask, jax.Array | None]:
+    """A user's mask as a ``Mask`` and an array, of which at most one is given."""
+    if isinstance(mask, Mask):
+        return mask, None
+    if mask is None:
+        return Mask(), None
+    argument_masks.require_no_text_or_function(mask)
+    return Mask(), jnp.asarray(values.array("mask", mask))
 
 
 def attend(
@@ -156,7 +167,8 @@ def attend(
     """
     batch_shape = batch_dims(query, key, value)
     if bias is not None:
-        bias = _flatten_score_batch("bias", _bias_dtype(jnp.asarray(bias), query), batch_shape)
+        bias = _bias_dtype(jnp.asarray(values.array("bias", bias)), query)
+        bias = _flatten_score_batch("bias", bias, batch_shape)
     if mask is not None:
         conditions &= Mask.boolean(_flatten_score_batch("mask", mask != 0, batch_shape))
     rate = argument_numbers.dropout_rate(dropout_rate)
@@ -201,8 +213,10 @@ def _flatten_batch(name: str, array: jax.Array) -> jax.Array:
     Raises:
       ValueError: an explicit mesh axis shards a batch dimension that follows a whole one.
     """
-    spec, first_whole = jax.typeof(array).sharding.spec, None
-    for dim, axes in enumerate(spec[:-3]):
+    spec, first_whole = jax.typeof(array).sharding.spec[:-3], None
+    if not any(spec):
+        spec = ()  # sizes may be symbolic, and do not compare
+    for dim, axes in enumerate(spec):
         if axes is None and array.shape[dim] > 1:
             first_whole = dim if first_whole is None else first_whole
         elif axes is not None and first_whole is not None:

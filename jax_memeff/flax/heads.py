@@ -16,7 +16,7 @@ from jax_memeff._call import values
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import with_rows_from
-from jax_memeff.flax.attention import attend, batch_dims
+from jax_memeff.flax.attention import attend, batch_dims, separated
 from jax_memeff.flax.rotary import rotary_embedding
 
 SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike]
@@ -31,6 +31,20 @@ class Cache(NamedTuple):
     """[batch..., S, K, H]"""
     cache_index: jax.Array
     """int32[], the number of tokens in the cache."""
+
+
+def heads_of_keys(num_heads: int, num_kv_heads: int | None) -> int:
+    """K of a layer; None means N.
+
+    Raises:
+        ValueError: it is below 1, or does not divide N.
+    """
+    heads = num_heads if num_kv_heads is None else num_kv_heads
+    if heads < 1 or num_heads % heads:
+        raise ValueError(
+            f"num_kv_heads must be at least 1 and divide num_heads, {num_heads}, got {heads}"
+        )
+    return heads
 
 
 def attend_heads(
@@ -79,11 +93,7 @@ def attend_heads(
             "input_positions must be None in a layer without a rotary embedding, got shape"
             f" {jnp.shape(positions)}; pass rotary_base to the constructor"
         )
-    conditions, array = Mask(), None
-    if isinstance(mask, Mask):
-        conditions = mask
-    elif mask is not None:
-        array = jnp.asarray(mask)
+    conditions, array = separated(mask)
     if segment_ids is not None:
         columns = key.shape[-3]
         conditions &= _segments(segment_ids, batch_shape, (rows, columns), cache is not None)
@@ -184,6 +194,10 @@ def _segments(
             " [batch..., 1, T, S] over the cache instead"
         )
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    if len(pair) != 2:
+        raise ValueError(
+            f"segment_ids must be an array, or a pair (of queries, of keys), got {len(pair)} arrays"
+        )
     flat = []
     for name, ids, length in zip(("queries", "keys"), pair, lengths, strict=True):
         ids = values.array(f"segment_ids of the {name}", ids)

@@ -14,8 +14,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff.flax import attention
-from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads
-from jax_memeff.flax.pages import Pages, Pools, attend_pages
+from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads, heads_of_keys
+from jax_memeff.flax.pages import Pages, Pools, attend_pages, require_readable
 
 
 class MultiHeadAttention(linen.MultiHeadDotProductAttention):
@@ -191,16 +191,12 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
     def _project(self, *inputs: jax.Array) -> list[jax.Array]:
         """Query ``[batch..., T, N, H]``, key and value ``[batch..., S, K, H]``."""
         qkv_features = self.qkv_features or inputs[0].shape[-1]
-        key_heads = self.num_kv_heads or self.num_heads
         if qkv_features % self.num_heads:
             raise ValueError(
                 f"qkv_features must be a multiple of num_heads, {self.num_heads}, got"
                 f" {qkv_features}"
             )
-        if self.num_heads % key_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, {key_heads}, got {self.num_heads}"
-            )
+        key_heads = heads_of_keys(self.num_heads, self.num_kv_heads)
         dense = functools.partial(
             linen.DenseGeneral,
             axis=-1,
@@ -258,6 +254,9 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             raise ValueError(
                 "pages need a paged cache, got none: give the module pool_shape=(pages, page_size)"
             )
+        if not isinstance(self.pool_shape, (tuple, list)) or len(self.pool_shape) != 2:
+            raise ValueError(f"pool_shape must be (pages, page_size), got {self.pool_shape!r:.80}")
+        require_readable(*self.pool_shape, self.pool_dtype)
         exists = self.has_variable("cache", "key_pages")
         variables = tuple(
             self.variable(

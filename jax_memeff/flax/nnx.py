@@ -14,8 +14,8 @@ from jax.typing import ArrayLike
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff.flax import attention
-from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads
-from jax_memeff.flax.pages import Pages, Pools, attend_pages
+from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads, heads_of_keys
+from jax_memeff.flax.pages import Pages, Pools, attend_pages, require_readable
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -80,6 +80,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             raise TypeError(
                 "attention_fn cannot be replaced in this module: use flax.nnx.MultiHeadAttention"
             )
+        heads_of_keys(num_heads, num_kv_heads)
         super().__init__(
             num_heads,
             in_features,
@@ -107,7 +108,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           pages: the number of pages.
           page_size: the number of tokens of a page, a multiple of 16.
           dtype: the dtype of keys and values, float8_e4m3fn included.
+
+        Raises:
+          ValueError: a number is negative, or the page size is no multiple of 16.
+          TypeError: a number is not a Python integer, or pools do not have this dtype.
         """
+        require_readable(pages, page_size, dtype)
         shape = (pages, page_size, self.num_kv_heads, self.head_dim)
         self.key_pages = nnx.Cache(jnp.zeros(shape, dtype))
         self.value_pages = nnx.Cache(jnp.zeros(shape, dtype))
@@ -268,5 +274,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if stream is None:
             raise ValueError(
                 "rngs must be given for dropout in a module made with keep_rngs=False, got None"
+            )
+        if not isinstance(stream, (nnx.Rngs, nnx.RngStream)):
+            raise TypeError(
+                f"rngs must be flax.nnx.Rngs or a stream of them, got {type(stream).__name__}; "
+                "pass flax.nnx.Rngs(dropout=key)"
             )
         return stream.dropout() if isinstance(stream, nnx.Rngs) else stream()

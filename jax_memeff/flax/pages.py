@@ -11,10 +11,12 @@ from flax.nnx.nn import dtypes
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_memeff._api.paged.append import append_to_pages
-from jax_memeff._api.paged.arguments import FLOAT8
+from jax_memeff._api.paged.arguments import FLOAT8, POOL_DTYPES
 from jax_memeff._api.paged.attention import paged_attention
+from jax_memeff._call import values
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.sequences import sequence_of_tokens
+from jax_memeff.codegen.features.pages import MULTIPLE
 from jax_memeff.flax.rotary import rotary_embedding
 
 
@@ -47,6 +49,25 @@ class Pools(NamedTuple):
     """[pages, page_size, K, H]"""
 
 
+def require_readable(pages: Any, page_size: Any, dtype: DTypeLike | None) -> None:
+    """Raise if no call could read a pool of this shape and dtype; None is the dtype of the keys.
+
+    Raises:
+        ValueError: a number is negative, or the page size is no multiple of 16.
+        TypeError: a number is not a Python integer, or pools do not have this dtype.
+    """
+    for name, value, least in (("pages", pages, 0), ("page_size", page_size, MULTIPLE)):
+        number = values.static_integer(name, value, "a Python integer", "make it static")
+        if number < least:
+            raise ValueError(f"{name} must be at least {least}, got {number}")
+    if page_size % MULTIPLE:
+        raise ValueError(f"page_size must be a multiple of {MULTIPLE}, got {page_size}")
+    if dtype is not None and jnp.dtype(dtype).name not in POOL_DTYPES:
+        raise TypeError(
+            f"the dtype of pages must be one of {', '.join(POOL_DTYPES)}, got {jnp.dtype(dtype)}"
+        )
+
+
 def attend_pages(
     query: jax.Array,
     key: jax.Array,
@@ -60,6 +81,7 @@ def attend_pages(
     dtype: DTypeLike | None,
     sinks: ArrayLike | None,
     score_mod: Any,
+    dropout: jax.Array | None,
     **others: Any,
 ) -> tuple[jax.Array, Pools]:
     """Append new tokens to the pools, and attend to the pages of their sequences.
@@ -76,11 +98,20 @@ def attend_pages(
         dtype: of the result; None infers it.
         sinks: as in the modules.
         score_mod: as in the modules.
+        dropout: the key of dropout, which must be None.
         others: arguments that paged caches do not support; each must be None.
 
     Raises:
         ValueError: one of ``others`` is given, or positions without a rotary embedding.
+        TypeError: ``pages`` are not ``Pages``.
     """
+    if not isinstance(pages, Pages):
+        raise TypeError(
+            f"pages must be a jax_memeff.flax.Pages, got {type(pages).__name__}; pass "
+            "Pages(page_table, kv_lengths)"
+        )
+    if dropout is not None:
+        raise ValueError("deterministic must be True with pages, which have no dropout, got False")
     for name, value_of_it in others.items():
         if value_of_it is not None:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_memeff._call import values
@@ -21,14 +22,14 @@ def rotary_embedding(x: jax.Array, positions: ArrayLike, base: float = 10_000.0)
     Args:
         x: ``[..., T, heads, H]`` with an even H, any float dtype.
         positions: numbers that broadcast to ``[..., T]``.
-        base: the longest wavelength is almost ``2 pi base`` positions.
+        base: a number > 0; the longest wavelength is almost ``2 pi base`` positions.
 
     Returns:
         ``x``'s shape and dtype; computed in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: H is odd, or a shape or the dtype of ``x`` is wrong.
-        TypeError: ``x`` or ``positions`` are not arrays of numbers.
+        ValueError: H is odd, ``base`` is not > 0, or a shape or the dtype of ``x`` is wrong.
+        TypeError: ``x`` or ``positions`` are not arrays of numbers, or ``base`` is not a number.
 
     >>> x = jnp.ones((1, 3, 2, 4))
     >>> out = rotary_embedding(x, jnp.arange(3))
@@ -48,6 +49,10 @@ def rotary_embedding(x: jax.Array, positions: ArrayLike, base: float = 10_000.0)
     head_dim = x.shape[-1]
     if head_dim % 2:
         raise ValueError(f"a rotary embedding needs an even head dim, got {head_dim}")
+    if not isinstance(base, Tracer):
+        base = values.static_number("base", base, "pass a Python number")
+        if base <= 0:
+            raise ValueError(f"base must be > 0, got {base}; layers take it as rotary_base")
     dtype = score_dtype(x.dtype)
     half = head_dim // 2
     frequency = base ** (-jnp.arange(half, dtype=dtype) / half)

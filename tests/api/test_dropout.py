@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 
+import jax_memeff
 from jax_memeff._call import dropout
 from jax_memeff._call.offsets import Offsets, Position
 from jax_memeff._call.operands.arrays import DropoutState
@@ -125,6 +126,7 @@ def test_threshold():
         (("x", 2), TypeError, "batch must be a Python integer, got 'x'"),
         ((2, 1.5), TypeError, "num_heads must be a Python integer, got 1.5"),
         ((2, -1), ValueError, "num_heads must be at least 0, got -1"),
+        ((2, 2**31), ValueError, "num_heads must be at most 2147483647, got 2147483648"),
         ((2, 2, 3), TypeError, "offsets must be jax_memeff.Offsets or None, got 3"),
     ],
 )
@@ -133,11 +135,64 @@ def test_wrong_arguments_of_state(arguments, error, message):
         dropout.state(jax.random.key(0), *arguments)
 
 
+@pytest.mark.parametrize("key", [None, 3, "key", jnp.zeros(2)])
+def test_keys_of_state_are_checked(key):
+    with pytest.raises(TypeError, match="dropout_key must be a"):
+        dropout.state(key, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"state": KEY}, TypeError, "state must be the result of jax_memeff.dropout.state, got tu"),
+        ({"threshold": 0.5}, TypeError, "threshold must be a Python integer, got 0.5"),
+        ({"threshold": 257}, ValueError, "threshold must be at most 256, got 257"),
+        ({"row_start": -16}, ValueError, "row_start must be at least 0, got -16"),
+        ({"col_start": 1.0}, TypeError, "col_start must be a Python integer, got 1.0"),
+        ({"col_start": jnp.zeros(2, int)}, TypeError, "col_start must be one integer, got int32"),
+        ({"rows": None}, TypeError, "rows must be a Python integer, got None"),
+        ({"cols": -1}, ValueError, "cols must be at least 0, got -1"),
+    ],
+)
+def test_wrong_arguments_of_keep_mask(arguments, error, message):
+    right = {"state": known_state(), "threshold": 9, "row_start": 0, "col_start": 0}
+    with pytest.raises(error, match=message):
+        dropout.keep_mask(**{**right, "rows": 2, "cols": 2, **arguments})
+
+
 def test_typed_and_legacy_keys():
     want = jax.random.bits(jax.random.key(7), (2,), "uint32")
     np.testing.assert_array_equal(dropout.key_words(jax.random.key(7)), want)
     legacy = jax.random.key_data(jax.random.key(7))
     np.testing.assert_array_equal(dropout.key_words(legacy), want)
+
+
+@pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg"])
+def test_keys_of_other_generators_are_independent_under_vmap(generator):
+    keys = jax.random.split(jax.random.key(7, impl=generator), 3)
+    each = np.stack([dropout.key_words(key) for key in keys])
+    assert len(np.unique(each)) == each.size
+    np.testing.assert_array_equal(jax.vmap(dropout.key_words)(keys), each)
+    with jax.default_prng_impl(generator):
+        legacy = [dropout.key_words(key) for key in jax.random.key_data(keys)]
+    np.testing.assert_array_equal(np.stack(legacy), each)
+
+
+def test_a_legacy_key_has_the_size_of_the_current_default():
+    query = jnp.ones((1, 4, 1, 8))
+
+    def call(key):
+        return jax_memeff.dot_product_attention(
+            query, query, query, dropout_rate=0.5, dropout_key=key
+        )
+
+    call(jax.random.PRNGKey(0))
+    with jax.default_prng_impl("rbg"):
+        key = jax.random.PRNGKey(0)
+        assert key.shape == (4,)
+        np.testing.assert_array_equal(call(key), call(jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"dropout_key must have shape \(2,\).*got shape \(4,\)"):
+        call(key)
 
 
 def test_offsets_give_the_bits_of_the_whole():

@@ -42,12 +42,25 @@ def two_arguments(q, k):
 
 def gamma(score, b, h, q, k):
     return jax.lax.lgamma(score)
+
+
+def unknown(score, b, h, q, k):
+    return {}["rate"]
+
+
+class Lazy:
+    def __getattr__(self, name):
+        raise RuntimeError(f"{name} needs a GPU")
+
+
+lazy = Lazy()
 """
     )
     (tmp_path / "broken_model.py").write_text("raise RuntimeError('no GPU here')")
+    (tmp_path / "script_model.py").write_text("raise SystemExit('usage: script_model FILE')")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    for name in ("user_model", "broken_model"):
+    for name in ("user_model", "broken_model", "script_model"):
         sys.modules.pop(name, None)
 
 
@@ -138,6 +151,9 @@ def _lowered(model, argnums, monkeypatch):
         ),
         ("mask", "user_model:two_arguments", "--mask-function user_model:two_arguments: Mask.func"),
         ("score", "user_model:two_arguments", "score_mod must take (score, batch, head, query, ke"),
+        ("mask", "script_model:f", "the import of script_model raised SystemExit: usage: script_m"),
+        ("mask", "user_model:lazy.f", "the attribute raised RuntimeError: f needs a GPU"),
+        ("score", "user_model:unknown", "--score-function user_model:unknown raised KeyError: 'ra"),
         ("score", "user_model:slopes", "must be a function of 5 arguments"),
     ],
 )

@@ -1,5 +1,7 @@
 """``python -m jax_memeff doctor``, on machines of many kinds, and the kernels of models."""
 
+import os
+
 import pytest
 
 import jax_memeff
@@ -168,6 +170,8 @@ def test_build_writes_an_archive(capsys, tmp_path, monkeypatch):
         ["--models", "lama"],
         ["--models", "llama", "--output", str(tmp_path / "no" / "kernels.zip")],
         ["--models", "llama", "--output", str(tmp_path)],
+        ["--models", "llama", "--output", str(tmp_path / ("k" * 250))],
+        ["--models", "llama", "--output", os.devnull],
     ):
         with pytest.raises(SystemExit):
             cli.main(["build", "--arch", "sm_90a", *wrong])
@@ -175,3 +179,6 @@ def test_build_writes_an_archive(capsys, tmp_path, monkeypatch):
     assert "--models or a problem, not both" in errors and "got 'lama'" in errors
     assert f"kernels.zip cannot be written: {tmp_path / 'no'} is no directory" in errors
     assert f"--output {tmp_path} cannot be written: it is a directory" in errors
+    assert "kkk cannot be written: File name too long" in errors
+    assert f"--output {os.devnull} cannot be written: it is no regular file" in errors
+    assert [file.name for file in tmp_path.iterdir() if file.name.endswith(".tmp")] == []

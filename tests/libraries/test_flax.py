@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -367,6 +369,16 @@ def test_replaced_products_raise():
 def test_bad_arguments_raise(settings, message):
     with pytest.raises(ValueError, match=message):
         attention_fn(*arrays(2), **settings)
+
+
+def test_arguments_that_are_no_arrays_raise():
+    query, key, value = arrays(2)
+    text: Any = "key"
+    mask: Any = Mask.causal
+    with pytest.raises(TypeError, match="key must be an array, got str"):
+        attention_fn(query, text, value)
+    with pytest.raises(TypeError, match=r"pass mask=jax_memeff.Mask.function\(function\)"):
+        attention_fn(query, key, value, mask=mask)
 
 
 def test_bad_shapes_raise():

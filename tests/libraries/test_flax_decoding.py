@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +129,8 @@ def test_bad_decoding_raises():
         layer(X, decode=True, deterministic=True)
     with pytest.raises(ValueError, match="deterministic must be True or False"):
         layer(X)
+    with pytest.raises(TypeError, match=r"rngs must be flax.nnx.Rngs .* got .*Key"):
+        layer(X, deterministic=False, rngs=cast(Any, jax.random.key(0)))
     layer.init_cache((BATCH, 3, FEATURES))
     with pytest.raises(ValueError, match=r"\[2, at most 3, 4, 8\], got shape \(2, 5, 4, 8\)"):
         layer(X, decode=True, deterministic=True)

@@ -209,7 +209,11 @@ def test_bad_calls_raise(api):
         ({"segment_ids": jnp.zeros((BATCH, 3), int)}, r"queries must have shape \(2, 5\)"),
         ({"segment_ids": jnp.zeros((BATCH, ROWS))}, "integer"),
         ({"inputs_v": X}, "inputs_k must be given"),
+        ({"segment_ids": (jnp.zeros((BATCH, ROWS), int),) * 3}, "segment_ids must be .* 3 arrays"),
         ({"bias": jnp.zeros((3, 1, 1))}, "bias"),
+        ({"bias": "alibi"}, "bias must be an array, got str"),
+        ({"mask": "causal"}, r"got 'causal'; pass is_causal=True"),
+        ({"mask": lambda b, h, q, k: q >= k}, r"pass mask=jax_memeff.Mask.function\(function\)"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             apply(api, layer, X, **arguments)
@@ -217,8 +221,9 @@ def test_bad_calls_raise(api):
         apply(api, layer, X, sow_weights=True)
     with pytest.raises(TypeError, match="attention_fn cannot be replaced"):
         apply(api, make(api, attention_fn=linen.dot_product_attention), X)
-    with pytest.raises(ValueError, match="num_kv_heads"):
-        apply(api, make(api, num_kv_heads=3), X)
+    for heads in (3, 0, -2):
+        with pytest.raises(ValueError, match=f"num_kv_heads must be at least 1 .* got {heads}"):
+            apply(api, make(api, num_kv_heads=heads), X)
 
 
 def test_sinks_are_a_parameter_of_both(assert_close):
@@ -276,3 +281,16 @@ def test_sinks_are_a_parameter_of_both(assert_close):
 def test_wrong_arguments_of_rotary_embedding(x, positions, error, message):
     with pytest.raises(error, match=message):
         rotary_embedding(x, positions)
+
+
+@pytest.mark.parametrize(
+    ("base", "error", "message"),
+    [
+        (0, ValueError, "base must be > 0, got 0.0; layers take it as rotary_base"),
+        (-10.0, ValueError, "base must be > 0, got -10.0"),
+        ("10", TypeError, "base must be a number, got '10'"),
+    ],
+)
+def test_wrong_base_of_rotary_embedding(base, error, message):
+    with pytest.raises(error, match=message):
+        rotary_embedding(jnp.ones((3, 2, 4)), jnp.arange(3), base)

@@ -167,14 +167,45 @@ PAGES = Pages(jnp.zeros((1, 3), jnp.int32), jnp.array([37]))
         ({"segment_ids": jnp.zeros((1, 37), int)}, "segment_ids must be None with pages"),
         ({"decode": True}, "decode must be None with pages, got bool"),
         ({"input_positions": jnp.arange(37)}, "input_positions must be None in a layer without"),
+        ({"deterministic": False}, "deterministic must be True with pages"),
         ({"mask": Mask.lengths(key=jnp.array([3]))}, "mask must not have lengths"),
     ],
 )
 def test_arguments_that_pages_do_not_have(arguments, message):
-    layer = nnx_layer()
+    layer = nnx_layer(dropout_rate=0.5, deterministic=True)
     layer.init_pages(4, 16)
     with pytest.raises(ValueError, match=message):
         layer(X[0][None], pages=PAGES, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("4", 16), TypeError, "pages must be a Python integer, got '4'"),
+        ((-1, 16), ValueError, "pages must be at least 0, got -1"),
+        ((4, 24), ValueError, "page_size must be a multiple of 16, got 24"),
+        ((4, 0), ValueError, "page_size must be at least 16, got 0"),
+        ((4, 16, jnp.int8), TypeError, "dtype of pages must be one of .* got int8"),
+    ],
+)
+def test_pools_that_no_call_could_read(arguments, error, message):
+    with pytest.raises(error, match=message):
+        nnx_layer().init_pages(*arguments)
+    layer = linen_layer(pool_shape=arguments[:2], pool_dtype=(*arguments, None)[2])
+    with pytest.raises(error, match=message):
+        layer.init(jax.random.key(0), X[0][None], pages=PAGES)
+
+
+def test_pool_shape_is_a_pair():
+    with pytest.raises(ValueError, match=r"pool_shape must be \(pages, page_size\), got \(4,\)"):
+        linen_layer(pool_shape=(4,)).init(jax.random.key(0), X[0][None], pages=PAGES)
+
+
+def test_pages_have_their_type():
+    layer = nnx_layer()
+    layer.init_pages(4, 16)
+    with pytest.raises(TypeError, match=r"pages must be a jax_memeff.flax.Pages, got tuple"):
+        layer(X[0][None], pages=(PAGES.page_table, PAGES.kv_lengths))
 
 
 def test_missing_caches():

@@ -15,6 +15,7 @@ import pytest
 
 import jax_memeff
 from jax_memeff import Mask, UnsupportedError
+from jax_memeff.flax import attention_fn
 
 B, T, S, N, K, H = 3, 20, 24, 4, 2, 8
 ATTENTION: Any = jax_memeff.dot_product_attention
@@ -187,6 +188,29 @@ def test_symbolic_number_of_tokens_and_sequences():
     inputs = [draw(operand, {"t": 45}, seed) for seed in range(3)]
     inputs.append(jnp.array([3, 20, 22, 22, 41], jnp.int32))
     assert_same_results(program, packed, *inputs)
+
+
+def test_a_symbolic_number_of_sequences_that_may_be_zero_is_an_error():
+    tokens, starts = jax.export.symbolic_shape("t, n")
+    operand = shape(tokens, N, H)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must have at least 2 .* pass n \+ 1, or"):
+        export(packed, *[operand] * 3, shape(starts, dtype=jnp.int32))
+
+
+def test_symbolic_batch_with_an_offset_for_each_index():
+    def shifted(query, key, value, first):
+        offsets = jax_memeff.Offsets(query=first)
+        return ATTENTION(query, key, value, is_causal=True, offsets=offsets)
+
+    operands = symbolic_operands(("b", jnp.int32))
+    inputs = [draw(operand, {"b": 2}, seed) for seed, operand in enumerate(operands)]
+    assert_same_results(export(shifted, *operands), shifted, *inputs)
+
+
+def test_symbolic_batch_of_flax():
+    operands = symbolic_operands()
+    inputs = [draw(operand, {"b": 2}, seed) for seed, operand in enumerate(operands)]
+    assert_same_results(export(attention_fn, *operands), attention_fn, *inputs)
 
 
 @pytest.mark.parametrize("shapes", [("2, t, 4, 8", "2, 9, 4, 8"), ("2, 9, n, 8", "2, 9, n, 8")])

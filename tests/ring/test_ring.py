@@ -362,12 +362,21 @@ def test_zigzag_and_its_inverse():
         ([0, 1, 2, 3], 0, 2, "x must be an array of JAX or NumPy, got list"),
         (np.arange(4), None, 2, "axis must be a Python integer, got None"),
         (np.arange(4), 0, 2.0, "n must be a Python integer, got 2.0"),
+        (np.arange(4), 0, "2", "n must be a Python integer, got '2'"),
     ],
 )
 @pytest.mark.parametrize("reorder", [jax_memeff.zigzag, jax_memeff.unzigzag])
 def test_wrong_arguments_of_zigzag(reorder, x, axis, n, message):
     with pytest.raises(TypeError, match=message):
         reorder(x, axis, n)
+
+
+@pytest.mark.parametrize("reorder", [jax_memeff.zigzag, jax_memeff.unzigzag])
+def test_wrong_numbers_of_devices_take_no_memory(reorder):
+    with pytest.raises(ValueError, match=r"multiple of 2n = 2361183241434822606848 positions"):
+        reorder(np.arange(4), 0, 2**70)
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        reorder(np.arange(4), 0, 0)
 
 
 def test_merging_keeps_nan():

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jax_memeff._api import argument_arrays, argument_numbers
 from jax_memeff._api.paged.shapes import gathered, with_leading
@@ -57,6 +58,12 @@ def pools(key_pages: Any, value_pages: Any) -> tuple[jax.Array, jax.Array | None
         raise ValueError(
             f"key_pages must have a page size that is a multiple of {MULTIPLE}, got "
             f"{key.shape[1]} in shape {key.shape}"
+        )
+    keys = key.shape[0] * key.shape[1]
+    if not export.is_symbolic_dim(keys) and keys > values.INT32_MAX:
+        raise ValueError(
+            f"key_pages must have at most {values.INT32_MAX} keys together, got {key.shape[0]} "
+            f"pages of {key.shape[1]} keys in shape {key.shape}; use several pools"
         )
     value = arrays.get("value_pages")
     if value is None:
@@ -132,6 +139,7 @@ def tokens(
         dims: the names of the last two dims in messages.
     """
     for name, array in zip(names, arrays, strict=True):
+        values.require_countable(name, array.shape)
         if query_starts is None and (array.ndim != 4 or array.shape[0] != batch):
             raise ValueError(
                 f"{name} must have shape [B, T, {dims}] with B = {batch}, the rows of page_table, "
@@ -150,6 +158,11 @@ def tokens(
     if query_starts is not None:
         return arrays
     rows = batch * arrays[0].shape[1]
+    if rows > values.INT32_MAX:
+        raise ValueError(
+            f"{names[0]} must have at most {values.INT32_MAX} tokens together, got {batch} "
+            f"sequences of {arrays[0].shape[1]} tokens; split the call"
+        )
     return tuple(
         with_leading(name, array, 2, (rows,)) for name, array in zip(names, arrays, strict=True)
     )

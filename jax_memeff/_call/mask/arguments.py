@@ -36,6 +36,7 @@ def _shape(name: str, x: Any) -> tuple[int, ...]:
     shape = getattr(x, "shape", None)
     if not isinstance(shape, tuple):
         raise TypeError(f"Mask.blocks: {name} must be an array, got {type(x).__name__}")
+    values.require_countable(f"Mask.blocks: {name}", shape)
     return shape
 
 

@@ -49,6 +49,10 @@ def as_array(
     B, N, T, S = (
         arguments.size(name, value) for name, value in zip("BNTS", (B, N, T, S), strict=True)
     )
+    if not isinstance(position, Position | None):
+        raise TypeError(
+            f"position must be None or the result of Offsets(...).position(), got {position!r:.80}"
+        )
     mask = canonical(checks.of_mask(mask, (B, N, T, S), clamps=True), B, T, S)
     frame = expression.Frame.of(mask, (T, S))._replace(position=position)
     mask = expression.compiled(mask, frame)

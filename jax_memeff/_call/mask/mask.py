@@ -390,10 +390,11 @@ class Mask(Conditions):
         """The whole mask, bool[B, N, T, S], for tests and small problems.
 
         Args:
-            position: global index of row 0 and column 0, from which windows count.
+            position: global index of row 0 and column 0, from which windows count: the result of
+                ``Offsets(...).position()``.
 
         Raises:
-            TypeError: a size is not a Python integer.
+            TypeError: a size is not a Python integer, or ``position`` is something else.
             ValueError: a size is negative, or an array of the mask does not have these sizes.
         """
         return canonical.as_array(self, B, N, T, S, position)

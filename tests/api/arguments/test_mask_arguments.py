@@ -146,6 +146,11 @@ ANYTHING: Any = "x"
         ),
         (lambda m: m.as_array(1, 1, -1, 4), ValueError, "T must be at least 0, got -1"),
         (lambda m: m.as_array(1, None, 4, 4), TypeError, "N must be a Python integer, got None"),
+        (
+            lambda m: m.as_array(1, 1, 4, 4, Offsets()),
+            TypeError,
+            r"position must be None or the re",
+        ),
         (lambda m: m.as_array(1, 1, 4, 2**31), ValueError, "S must be at most 2147483647, got 214"),
         (lambda m: m.picture(4, tile=8), TypeError, r"tile must be \(rows, columns\), got 8"),
         (lambda m: m.picture(4, tile=(8,)), TypeError, r"tile must be \(rows, columns\), got \(8,"),

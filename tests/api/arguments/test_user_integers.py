@@ -206,3 +206,55 @@ def test_lengths_survive_the_way_into_jit():
     mask = Mask.lengths(key=np.array([2**32 + 3, -(2**33) + 2]))
     traced = jax.jit(lambda mask: mask.as_array(2, 1, 1, 5))(mask)
     np.testing.assert_array_equal(traced.sum((1, 2, 3)), [5, 0])
+
+
+def traced(*shape, dtype=jnp.bfloat16):
+    """An array of any size, which takes no memory."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("dim", range(4))
+def test_sizes_beyond_int32_raise(dim):
+    shape = [1, 4, 1, 8]
+    shape[dim] = 2**31
+    message = r"query must have sizes of at most 2147483647, got shape \(.*2147483648.*split"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(
+            lambda x: ATTENTION(x, x, x, dropout_rate=0.5, dropout_key=jax.random.key(0)),
+            traced(*shape),
+        )
+    with pytest.raises(ValueError, match="Mask.blocks: " + message):
+        jax.eval_shape(lambda x: Mask.causal().blocks(x, x), traced(*shape))
+    if dim:
+        starts = jnp.array([0, 1])
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(
+                lambda x: jax_memeff.varlen_attention(x, x, x, starts, starts, 4, 4),
+                traced(*shape[1:]),
+            )
+
+
+@pytest.mark.parametrize(
+    ("pages", "batch", "rows", "message"),
+    [
+        ((2**27, 16), 1, 1, "key_pages must have at most 2147483647 keys .* 134217728 pages of 16"),
+        ((4, 16), 2**16, 2**15, "(query|key) must have at most 2147483647 tokens .* 65536 seq"),
+    ],
+)
+def test_pools_and_tokens_beyond_int32_raise(pages, batch, rows, message):
+    new, pool = traced(batch, rows, 1, 8), traced(*pages, 1, 8)
+    table, lengths = traced(batch, 4, dtype=jnp.int32), traced(batch, dtype=jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(jax_memeff.paged_attention, new, pool, pool, table, lengths)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(jax_memeff.append_to_pages, pool, pool, new, new, table, lengths)
+
+
+def test_flat_tokens_beyond_int32_raise():
+    tokens, pool = traced(2**31, 1, 8), traced(4, 16, 1, 8)
+    table, lengths, starts = (traced(*shape, dtype=jnp.int32) for shape in ((1, 4), (1,), (2,)))
+    with pytest.raises(ValueError, match="query must have sizes of at most 2147483647"):
+        jax.eval_shape(
+            lambda starts, *arrays: jax_memeff.paged_attention(*arrays, query_starts=starts),
+            *(starts, tokens, pool, pool, table, lengths),
+        )
