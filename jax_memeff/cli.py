@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_memeff import config
-from jax_memeff._command import archives, tables, tiles
+from jax_memeff._command import archives, tables, tiles, words
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
@@ -284,8 +283,6 @@ def _archs(options: argparse.Namespace) -> tuple[str, ...]:
     chosen = tuple(options.arch or ()) or config.archs() or _device_archs()
     if not chosen:
         raise ValueError(_NO_ARCH)
-    for arch in chosen:
-        archs.capability(arch)
     return chosen
 
 
@@ -315,12 +312,14 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, command, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
         added.set_defaults(command=command)
-        added.add_argument(
-            "--arch",
-            action="append",
-            metavar="sm_NN",
-            help="an architecture, repeatable; default: JAX_MEMEFF_ARCHS, else the local devices",
-        )
+        if command is not _doctor:
+            added.add_argument(
+                "--arch",
+                action="append",
+                metavar="sm_NN",
+                type=words.architecture,
+                help="an architecture, repeatable; default: JAX_MEMEFF_ARCHS, else local devices",
+            )
         return added
 
     add("doctor", _doctor, "what works on this machine, what is missing, and what to do next")
@@ -332,9 +331,9 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = add("explain", _explain, "which kernel a problem gets, and why not the others")
     explain.add_argument("--direction", choices=DIRECTIONS, default="forward")
-    explain.add_argument("--dtype", type=_dtype, choices=DTYPES, required=True)
+    explain.add_argument("--dtype", type=words.dtype, choices=DTYPES, required=True)
     _add_dims(explain, required=True)
-    explain.add_argument("--seq", type=_size, help="rows and columns, to draw the tiles")
+    explain.add_argument("--seq", type=words.size, help="rows and columns, to draw the tiles")
     explain.add_argument(
         "--query-rows",
         choices=QUERY_ROWS,
@@ -352,7 +351,7 @@ def _parser() -> argparse.ArgumentParser:
         "compile kernels into the cache: those of one problem if features are given, else the "
         "usual ones of a head dim (plain, each feature alone, all features)",
     )
-    build.add_argument("--dtype", type=_dtype, choices=SPEC_DTYPES)
+    build.add_argument("--dtype", type=words.dtype, choices=SPEC_DTYPES)
     _add_dims(build, required=False)
     build.add_argument("--all", action="store_true", help="every dtype and head dim not named")
     build.add_argument(
@@ -372,24 +371,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _dtype(text: str) -> str:
-    """The short name of a dtype, which may have JAX's name."""
-    return re.sub("^(b?)float(?=(16|32|64)$)", r"\1f", text)
-
-
-def _size(text: str) -> int:
-    """A dim or a length."""
-    try:
-        if (number := int(text)) >= 1:
-            return number
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-
-
 def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:
     classes = ", ".join(map(str, PADDED_DIMS))
     parser.add_argument(
-        "--head-dim", type=_size, required=required, help=f"padded to one of {classes}, or large"
+        "--head-dim",
+        type=words.size,
+        required=required,
+        help=f"padded to one of {classes}, or large",
     )
-    parser.add_argument("--value-dim", type=_size, help="default: the head dim")
+    parser.add_argument("--value-dim", type=words.size, help="default: the head dim")

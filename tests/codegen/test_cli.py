@@ -231,6 +231,8 @@ def test_explain_tells_why_each_kernel_is_rejected(capsys):
         (["build", "--dtype", "bf16", "--arch", "sm_80"], "--dtype and --head-dim, or --all"),
         (["kernels"], "pass --arch sm_90a, or set JAX_MEMEFF_ARCHS"),
         (["kernels", "--arch", "hopper"], "expected the name of a GPU architecture"),
+        (["info", "--arch", "sm_1"], "expected the name of a GPU architecture"),
+        (["doctor", "--arch", "sm_90a"], "unrecognized arguments: --arch"),
         (["explain", "--dtype", "int8", "--head-dim", "64"], "invalid choice"),
         ([], "required"),
     ],

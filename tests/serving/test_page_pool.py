@@ -1,5 +1,6 @@
 """``PagePool``: no page is lost, and no page has two writers."""
 
+import copy
 import pickle
 from typing import Any
 
@@ -196,3 +197,13 @@ def test_an_integer_of_numpy_is_a_name():
     pool = PagePool(2, 16)
     pool.free(np.asarray(pool.allocate(3)))  # type: ignore[arg-type]
     assert pool.free_pages == 2
+
+
+def test_a_copy_is_a_pool_of_its_own():
+    pool = PagePool(pages=4, page_size=16)
+    pool.allocate(16)
+    other = copy.copy(pool)
+    first, second = pool.allocate(16), other.allocate(16)
+    pool.free(first)
+    assert (pool.free_pages, other.free_pages) == (3, 2)
+    assert other.table([second], max_pages=1).tolist() == [[1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,6 +79,10 @@ free a sequence, or wait until one ends
         self._owners = [0] * self._pages
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
+
+    def __copy__(self) -> PagePool:
+        # With common lists, a page that one pool gives away would still be free in the other.
+        return deepcopy(self)
 
     @property
     def pages(self) -> int:
