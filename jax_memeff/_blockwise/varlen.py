@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import export, lax
-from jax.errors import InconclusiveDimensionOperation
 
 from jax_memeff._blockwise import forward as blockwise
+from jax_memeff._call.compat import InconclusiveDimensionOperation
 from jax_memeff._call.divisors import gradient_shape, without_divisors
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.operands.gradients import (

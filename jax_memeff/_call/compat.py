@@ -18,6 +18,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import Mesh, PartitionSpec
 
+InconclusiveDimensionOperation = core.InconclusiveDimensionOperation
+"""The error for symbolic sizes whose order is unknown: it moves from one module to another."""
+
 
 def cast_to_common_varying_axes(tree: Any) -> Any:
     """Make every leaf vary over the manual mesh axes that any leaf varies over.
