@@ -25,10 +25,11 @@ import numpy as np
 from jax import export, lax
 from jax.extend.random import threefry_2x32
 
+from jax_memeff._call import values
 from jax_memeff._call.offsets import Index, Offsets
 from jax_memeff._call.operands.arrays import DropoutState, Operands
 from jax_memeff._call.options import RANDOM_BLOCK, Options
-from jax_memeff._call.values import INT32_MAX, static_integer, static_number
+from jax_memeff._call.values import static_number
 
 _RBG = ("rbg", "unsafe_rbg")
 """JAX's generators whose keys have four words."""
@@ -158,12 +159,12 @@ def keep_mask(
         raise TypeError(
             f"state must be the result of jax_memeff.dropout.state, got {type(state).__name__}"
         )
-    _require_integer("threshold", threshold, 256)
+    values.size("threshold", threshold, most=256)
     for name, size in (("rows", rows), ("cols", cols)):
-        _require_integer(name, size, INT32_MAX)
+        values.size(name, size)
     for name, start in (("row_start", row_start), ("col_start", col_start)):
         if not isinstance(start, jax.Array):
-            _require_integer(name, start, INT32_MAX)
+            values.size(name, start)
         elif start.shape != () or not jnp.issubdtype(start.dtype, jnp.integer):
             raise TypeError(f"{name} must be one integer, got {start.dtype} of shape {start.shape}")
     first_row_block, row_blocks = _covering_blocks(row_start, rows)
@@ -189,15 +190,6 @@ def keep_mask(
         return bits
     bits = lax.dynamic_slice_in_dim(bits, row_start % RANDOM_BLOCK, rows, 2)
     return lax.dynamic_slice_in_dim(bits, col_start % RANDOM_BLOCK, cols, 3)
-
-
-def _require_integer(name: str, value: Any, most: int) -> None:
-    """Raise for what is not a Python integer in [0, most]."""
-    number = static_integer(name, value, "a Python integer", "make it static")
-    if number < 0:
-        raise ValueError(f"{name} must be at least 0, got {number}")
-    if number > most:
-        raise ValueError(f"{name} must be at most {most}, got {number}")
 
 
 def kept(
@@ -298,7 +290,7 @@ def state(
     require_key(dropout_key)
     for name, size in (("batch", batch), ("num_heads", num_heads)):
         if not export.is_symbolic_dim(size):
-            _require_integer(name, size, INT32_MAX)
+            values.size(name, size)
     if not isinstance(offsets, Offsets | None):
         raise TypeError(f"offsets must be jax_memeff.Offsets or None, got {offsets!r:.80}")
     offsets = Offsets() if offsets is None else offsets

@@ -162,6 +162,29 @@ def static_integer(name: str, value: Any, expected: str, instead: str) -> int:
         ) from None
 
 
+def size(
+    name: str,
+    value: Any,
+    least: int = 0,
+    most: int | None = INT32_MAX,
+    instead: str = "make it static",
+) -> int:
+    """A Python integer from ``least`` to ``most``; None is no bound.
+
+    Args:
+        instead: the remedy for a traced integer.
+
+    >>> size("rows", 3)
+    3
+    """
+    number = static_integer(name, value, "a Python integer", instead)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    if most is not None and number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
+    return number
+
+
 def flag(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, (bool, np.bool_)):

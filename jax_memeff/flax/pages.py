@@ -57,9 +57,7 @@ def require_readable(pages: Any, page_size: Any, dtype: DTypeLike | None) -> Non
         TypeError: a number is not a Python integer, or pools do not have this dtype.
     """
     for name, value, least in (("pages", pages, 0), ("page_size", page_size, MULTIPLE)):
-        number = values.static_integer(name, value, "a Python integer", "make it static")
-        if number < least:
-            raise ValueError(f"{name} must be at least {least}, got {number}")
+        values.size(name, value, least, most=None)
     if page_size % MULTIPLE:
         raise ValueError(f"page_size must be a multiple of {MULTIPLE}, got {page_size}")
     if dtype is not None and jnp.dtype(dtype).name not in POOL_DTYPES:

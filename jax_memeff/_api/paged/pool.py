@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_memeff._call.values import static_integer
+from jax_memeff._call.values import size, static_integer
 from jax_memeff.codegen.features.pages import MULTIPLE
 from jax_memeff.errors import OutOfPagesError
 
@@ -278,9 +278,7 @@ def _length(tokens: int) -> int:
 
 
 def _count(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
-    number = static_integer(name, value, "a Python integer", "the pool is on the host")
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
+    number = size(name, value, least, most=None, instead="the pool is on the host")
     if most is not None and number > most:
         raise ValueError(f"{name} must be at most {most}, got {number}: page tables are int32")
     return number

@@ -40,16 +40,6 @@ def _shape(name: str, x: Any) -> tuple[int, ...]:
     return shape
 
 
-def size(name: str, value: Any, least: int = 0) -> int:
-    """A number of rows, columns, heads or batch indices."""
-    number = values.static_integer(name, value, "a Python integer", "make it static")
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-    if number > INT32_MAX:
-        raise ValueError(f"{name} must be at most {INT32_MAX}, got {number}")
-    return number
-
-
 def not_a_mask(other: object) -> TypeError:
     """The error for a mask that is combined with something else."""
     advice = ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jax_memeff._call import values
 from jax_memeff._call.mask import arguments, checks, expression, segment_ids, tiles
 from jax_memeff._call.mask.kv_blocks import KvBlocks
 from jax_memeff._call.offsets import Position
@@ -47,7 +48,7 @@ def as_array(
 ) -> jax.Array:
     """See :meth:`Mask.as_array`."""
     B, N, T, S = (
-        arguments.size(name, value) for name, value in zip("BNTS", (B, N, T, S), strict=True)
+        values.size(name, value) for name, value in zip("BNTS", (B, N, T, S), strict=True)
     )
     if not isinstance(position, Position | None):
         raise TypeError(

@@ -12,11 +12,11 @@ from jax.core import Tracer
 
 from jax_memeff._call import values
 from jax_memeff._call.mask import checks, expression
-from jax_memeff._call.mask.arguments import size
 from jax_memeff._call.mask.kv_blocks import BlockTable
 from jax_memeff._call.mask.pictures import figure, text, tile_classes
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.offsets import checked as offsets_of_call
+from jax_memeff._call.values import size
 
 if TYPE_CHECKING:
     from jax_memeff._call.mask.mask import Mask
