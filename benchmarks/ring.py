@@ -237,9 +237,7 @@ def main() -> None:
     )
     problem = Problem(cell, Mesh(np.array(devices), ("ring",)), options.implementation)
     document = {
-        "date": machine.today(),
-        "device": machine.device(),
-        "versions": machine.versions(options.commit),
+        **machine.facts(options.commit),
         "method": {
             "rounds": options.rounds,
             "batch_ms": options.batch_ms,

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_memeff import config
-from jax_memeff._command import archives, tables, tiles, words
+from jax_memeff._command import archives, argument_types, tables, tiles
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
@@ -317,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
                 "--arch",
                 action="append",
                 metavar="sm_NN",
-                type=words.architecture,
+                type=argument_types.architecture,
                 help="an architecture, repeatable; default: JAX_MEMEFF_ARCHS, else local devices",
             )
         return added
@@ -331,9 +331,11 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = add("explain", _explain, "which kernel a problem gets, and why not the others")
     explain.add_argument("--direction", choices=DIRECTIONS, default="forward")
-    explain.add_argument("--dtype", type=words.dtype, choices=DTYPES, required=True)
+    explain.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES, required=True)
     _add_dims(explain, required=True)
-    explain.add_argument("--seq", type=words.size, help="rows and columns, to draw the tiles")
+    explain.add_argument(
+        "--seq", type=argument_types.size, help="rows and columns, to draw the tiles"
+    )
     explain.add_argument(
         "--query-rows",
         choices=QUERY_ROWS,
@@ -351,7 +353,7 @@ def _parser() -> argparse.ArgumentParser:
         "compile kernels into the cache: those of one problem if features are given, else the "
         "usual ones of a head dim (plain, each feature alone, all features)",
     )
-    build.add_argument("--dtype", type=words.dtype, choices=SPEC_DTYPES)
+    build.add_argument("--dtype", type=argument_types.dtype, choices=SPEC_DTYPES)
     _add_dims(build, required=False)
     build.add_argument("--all", action="store_true", help="every dtype and head dim not named")
     build.add_argument(
@@ -375,8 +377,8 @@ def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:
     classes = ", ".join(map(str, PADDED_DIMS))
     parser.add_argument(
         "--head-dim",
-        type=words.size,
+        type=argument_types.size,
         required=required,
         help=f"padded to one of {classes}, or large",
     )
-    parser.add_argument("--value-dim", type=words.size, help="default: the head dim")
+    parser.add_argument("--value-dim", type=argument_types.size, help="default: the head dim")

@@ -1,1 +1,1 @@
-"""How programs are timed, and the documents that keep the results."""
+"""The timing of programs, and the documents that keep the results."""

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -33,6 +34,11 @@ def _output(*command: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()
+
+
+def facts(commit: str | None) -> dict[str, Any]:
+    """The date, the device and the versions, with which each document begins."""
+    return {"date": today(), "device": device(), "versions": versions(commit)}
 
 
 def device() -> dict[str, str | None]:

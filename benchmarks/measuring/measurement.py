@@ -26,9 +26,7 @@ def add_options(parser: argparse.ArgumentParser, kind: str, timed: str) -> None:
 def head(options: argparse.Namespace) -> dict[str, Any]:
     """The date, the device, the versions and the method of a measurement with these options."""
     return {
-        "date": machine.today(),
-        "device": machine.device(),
-        "versions": machine.versions(options.commit),
+        **machine.facts(options.commit),
         "method": {
             "rounds": options.rounds,
             "batch_ms": options.batch_ms,

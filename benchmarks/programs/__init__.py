@@ -1,1 +1,1 @@
-"""What is timed: cells, their inputs, and the programs of each peer."""
+"""The cells that are timed, their inputs, and the programs of each peer."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from harness import modules
+
+__all__ = ["modules"]
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/benchmarks.md"
 
 
 @pytest.fixture
-def overview(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("overview")
+def overview(modules):
+    return modules("overview")
 
 
 def block() -> str:
@@ -145,12 +146,12 @@ def test_the_page_is_up_to_date(overview):
 
 
 def test_the_report_writes_the_overview_beside_the_block_of_its_results(
-    overview, tmp_path, monkeypatch
+    modules, overview, tmp_path, monkeypatch
 ):
     page, image = tmp_path / "page.md", tmp_path / "benchmarks.svg"
     page.write_text(f"{overview.MARKER}\nold\n<!-- benchmarks:end -->\n")
     results = next((ROOT / "benchmarks/results").glob("*-gallery_errors.json"))
-    report = importlib.import_module("report")
+    report = modules("report")
     arguments = ["report.py", str(results), "--into", str(page), "--plot", str(image)]
     monkeypatch.setattr(sys, "argv", arguments)
     report.main()

@@ -54,9 +54,7 @@ def main() -> None:
     from measuring import documents, machine
 
     document = {
-        "date": machine.today(),
-        "device": machine.device(),
-        "versions": machine.versions(options.commit),
+        **machine.facts(options.commit),
         "gallery_errors": records,
     }
     documents.write(options.output, document)

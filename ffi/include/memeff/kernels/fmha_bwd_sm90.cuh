@@ -32,8 +32,6 @@
 #include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/kernels/backward/transposed_score_gradient.cuh>
 #include <memeff/layout/backward_tiles_sm90.cuh>
-#include <memeff/layout/key_value_source.cuh>
-#include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/kv_blocks_of_cta.cuh>

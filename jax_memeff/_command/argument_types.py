@@ -1,4 +1,4 @@
-"""The words of the command line: each function turns one into a value, or refuses it."""
+"""The types of the command line's arguments: each makes a value of the text, or refuses it."""
 
 from __future__ import annotations
 
