@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.kernels.bases.grids import has_token_grid
 from jax_memeff.codegen.launch import EntryPoint
 from jax_memeff.codegen.spec import KernelSpec
 
@@ -65,7 +66,11 @@ def _config(spec: KernelSpec) -> dict[str, Constant | CppType]:
     for index, array in enumerate(spec.captured_arrays):
         config[f"k{''.join(map(str.capitalize, array.name.split('_')))}Array"] = index
     config["Params"] = CppType(f"memeff::{spec.direction.capitalize()}Params")
-    return {**config, "kBlockMask": spec.has_block_mask}
+    return {
+        **config,
+        "kTokenGrid": has_token_grid(spec),
+        "kBlockMask": spec.has_block_mask,
+    }
 
 
 def _line(name: str, value: Constant | CppType) -> str:

@@ -16,12 +16,11 @@ from jax_memeff.codegen.kernels.bases.families import (
     LargeDimKernel,
     LargeDimTile,
     MmaTables,
-    bias_tile_grid,
     column_step_buffers,
-    key_tile_grid,
     large_dim_tile,
     stage,
 )
+from jax_memeff.codegen.kernels.bases.grids import bias_tile_grid, key_tile_grid
 from jax_memeff.codegen.kernels.fmha_bwd_sm80 import captured_sum_bytes
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes, round_up

@@ -11,18 +11,17 @@ from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.functions.sums import Sum
-from jax_memeff.codegen.kernels.bases.backward import Backward, key_tiles
+from jax_memeff.codegen.kernels.bases.backward import Backward
 from jax_memeff.codegen.kernels.bases.families import (
     MmaKernel,
     MmaTables,
     MmaTile,
-    bias_tile_grid,
     columns_of_warp,
-    key_tile_grid,
     modifiers,
     stage,
     tile_columns,
 )
+from jax_memeff.codegen.kernels.bases.grids import bias_tile_grid, key_tile_grid, key_tiles
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec

@@ -13,19 +13,19 @@ from jax_memeff.codegen.features import BIAS, MASK, VARLEN
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.functions.sums import Sum
-from jax_memeff.codegen.kernels.bases.backward import Backward, key_tiles
+from jax_memeff.codegen.kernels.bases.backward import Backward
 from jax_memeff.codegen.kernels.bases.families import (
     MASK_MODIFIERS,
     PROBABILITY_MODIFIERS,
     WARPGROUP_ROWS,
     WgmmaKernel,
     WgmmaTile,
-    key_tile_grid,
     modifiers,
     panel_columns,
     stage,
     tile_columns,
 )
+from jax_memeff.codegen.kernels.bases.grids import key_tile_grid, key_tiles
 from jax_memeff.codegen.kernels.fmha_bwd_sm80 import query_sums, summing_entry_points
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem

@@ -17,12 +17,11 @@ from jax_memeff.codegen.kernels.bases.families import (
     PROBABILITY_MODIFIERS,
     WARPGROUP_ROWS,
     WgmmaTile,
-    bias_tile_grid,
-    key_tile_grid,
     modifiers,
     stage,
     wgmma_tile,
 )
+from jax_memeff.codegen.kernels.bases.grids import bias_tile_grid, key_tile_grid
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import PART_COLUMNS, WgmmaBackward
 from jax_memeff.codegen.launch import EntryPoint
 from jax_memeff.codegen.problem import Problem

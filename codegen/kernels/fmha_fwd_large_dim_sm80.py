@@ -15,8 +15,8 @@ from jax_memeff.codegen.kernels.bases.families import (
     MmaTables,
     column_step_buffers,
     large_dim_tile,
-    query_tile_grid,
 )
+from jax_memeff.codegen.kernels.bases.grids import query_tile_grid
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes, round_up

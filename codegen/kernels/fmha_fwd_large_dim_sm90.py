@@ -16,7 +16,8 @@ from jax_memeff.codegen.kernels.bases.families import (
     WgmmaTile,
     panel_columns,
 )
-from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
+from jax_memeff.codegen.kernels.bases.grids import query_tile_grid
+from jax_memeff.codegen.launch import EntryPoint, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec, Row
@@ -96,7 +97,7 @@ class FmhaFwdLargeDimSm90(WgmmaKernel):
         )
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        return (self.main(spec, Grid(f"B*N*T/{spec.tile.query}")),)
+        return (self.main(spec, query_tile_grid(spec)),)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         return {**super().constants(spec), "kValueStages": _tile(spec).value_stages}

@@ -12,8 +12,8 @@ from jax_memeff.codegen.kernels.bases.families import (
     MmaTables,
     MmaTile,
     modifiers,
-    query_tile_grid,
 )
+from jax_memeff.codegen.kernels.bases.grids import query_tile_grid
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec

@@ -53,6 +53,7 @@ struct Config {
   static constexpr bool kSinks = false;
   static constexpr bool kRowMaxima = false;
   using Params = memeff::ForwardParams;
+  static constexpr bool kTokenGrid = false;
   static constexpr bool kBlockMask = false;
 };
 

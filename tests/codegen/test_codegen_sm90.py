@@ -38,6 +38,26 @@ def test_few_work_tiles_use_consumer_groups_on_hopper():
     assert select.select(problem(**wider, varlen=True), few).family == "sm90"
 
 
+@pytest.mark.parametrize(
+    ("arch", "head_dim"), [("sm_80", 64), ("sm_90a", 64), ("sm_90a", 256), ("sm_90a", 320)]
+)
+def test_grids_have_the_tiles_that_tokens_of_packed_sequences_fill(arch, head_dim):
+    packed: dict[str, Any] = {"arch": arch, "head_dim": head_dim, "varlen": True}
+    needs_grad = ("query", "key", "value", "bias")
+    for bias, counts_tokens in (
+        (None, True),
+        (AskedBias("16", "shared"), arch == "sm_90a" and head_dim < 320),  # in a kernel of its own
+        (AskedBias("16", "full"), False),  # zeros beyond the lengths
+    ):
+        asked = problem("backward", **packed, bias=bias, needs_grad=needs_grad)
+        spec = select.select(asked)
+        source, grids = emit.source(spec), [entry.grid.product for entry in spec.entry_points]
+        assert (f"kTokenGrid = {str(counts_tokens).lower()};") in source
+        for rows, tokens in (("B*N*T", "N*all_queries"), ("B*K*S", "K*all_keys")):
+            assert any(tokens in grid for grid in grids) == counts_tokens
+            assert any(rows in grid for grid in grids) != counts_tokens
+
+
 def test_few_kv_blocks_use_split_q():
     few = Strategy(split_q=True)
     hopper: dict[str, Any] = {"arch": "sm_90a"}

@@ -13,6 +13,11 @@ from jax_memeff.codegen.strategy import Strategy
 pytestmark = pytest.mark.quick
 
 
+def rows_of(features):
+    """The rows of all query heads, in a grid."""
+    return "N*all_queries" if features.get("varlen") else "B*N*T"
+
+
 @pytest.mark.parametrize(
     ("head_dim", "features", "tile"),
     [
@@ -33,7 +38,8 @@ def test_float32_forwards_are_split_into_float16_parts_on_hopper(head_dim, featu
     assert (halve.name, main.name) == (f"{spec.name}_split", spec.name)
     query, key, _ = tile
     operands = Grid(f"B*N*T_or_1/64+2*{key // 64}*B*K*S_or_1/{key}")
-    assert (halve.grid, main.grid) == (operands, Grid(f"B*N*T/{query}", most_per_sm=1))
+    rows = Grid(f"{rows_of(features)}/{query}", most_per_sm=1)
+    assert (halve.grid, main.grid) == (operands, rows)
     source = emit.source(spec)
     assert "using Element = memeff::F16x3;" in source
     assert "ForwardMaps" not in source
@@ -109,7 +115,7 @@ def test_large_head_dims_on_hopper(dims, features, padded):
     assert spec.kernel.stem == "fmha_fwd_large_dim_sm90"
     assert (spec.padded_head_dim, spec.padded_value_dim) == padded
     (main,) = spec.entry_points
-    assert (main.grid, main.cluster) == (Grid("B*N*T/64"), 1)
+    assert (main.grid, main.cluster) == (Grid(f"{rows_of(features)}/64"), 1)
     # No kernel splits the keys of large head dims, so calls with few rows take the same one.
     assert select.select_all(asked) == [spec]
 
@@ -156,8 +162,9 @@ def test_hopper_backward_of_large_head_dims_has_clusters(dims, features, padded)
     kernel = spec.kernel
     assert isinstance(kernel, FmhaBwdLargeDimSm90)
     _, dq, dkdv = spec.entry_points
-    assert (dq.grid, dq.cluster) == (Grid("3*B*N*T/128"), 3)
-    assert (dkdv.grid, dkdv.cluster) == (Grid("2*B*K*S/64"), 2)
+    assert (dq.grid, dq.cluster) == (Grid(f"3*{rows_of(features)}/128"), 3)
+    keys = "K*all_keys" if features.get("varlen") else "B*K*S"
+    assert (dkdv.grid, dkdv.cluster) == (Grid(f"2*{keys}/64"), 2)
     scores, out = (dim // 64 for dim in padded)
     assert 2 * scores <= kernel.stages(spec, "queries")[0] <= 3 * scores
     assert out < kernel.stages(spec, "queries")[1]

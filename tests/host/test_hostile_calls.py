@@ -231,6 +231,7 @@ FORGED = {
     "an unknown dim": (described(r"N\*T/", "N*Q/"), "' is unknown"),
     "a tile of 0": (described(r"N\*T/\d+", "N*T/0"), "'T/0' is unknown"),
     "a huge grid": (described(r"N\*T/\d+ 1", f"N*T*{2**50} 0"), "a grid has at most 2147483647"),
+    "a grid of no sequences": (described(r"B\*N\*T/", "N*all_queries/"), "is unknown"),
     "a grid that overflows": (described(r"N\*T/\d+", f"N*T*{2**61}"), "makes too many blocks"),
     "a map of nothing known": (described("map query 64 64", "map query 64 7"), "map columns"),
     "an array of the kernel alone": (described("^array query", "array q"), "an array 'q'"),

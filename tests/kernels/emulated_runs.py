@@ -106,6 +106,19 @@ PACKED_BLOCKS = [
         ("sm_80", {"segments": 1, "bias": "1NTS", **WINDOW}),
     )
 ]
+# More sequences than a warp has lanes, of lengths far apart.
+MANY = tuple((7 * i % 40, 13 * i % 60) for i in range(69))
+BY_TOKENS = [
+    Run(Case(B=70, T=300, S=400, lengths=lengths, packed=True, **features), arch, seed)
+    for seed, (arch, lengths, features) in enumerate(
+        (
+            ("sm_90a", (*MANY, (300, 400)), {}),
+            ("sm_90a", ((300, 400), *MANY), {"deterministic": True, **BOTTOM_RIGHT}),
+            ("sm_80", (*MANY[:9], (300, 400), *MANY[9:]), {"deterministic": True}),
+            ("sm_80", ((300, 400), *MANY), CAUSAL),
+        )
+    )
+]
 SM80 = [
     *on_three_schedules(Case(B=1, T=200, S=150, N=4, K=2, **CAUSAL)),
     *on_three_schedules(EVERYTHING),
@@ -166,6 +179,7 @@ SM90 = [
     Run(Case(B=1, T=200, S=270, N=2, K=1, H=256, dropout=0.2), arch="sm_90a", multiprocessors=1),
     Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **CAUSAL), arch="sm_90a"),
     *PACKED_BLOCKS,
+    *BY_TOKENS,
     Run(Case(B=3, T=130, S=150, lengths=LENGTHS, bias="1NTS", segments=1), arch="sm_90a"),
     Run(Case(B=2, T=200, S=150, N=4, H=128, boolean=("1NTS",), segments=2), arch="sm_90a"),
 ]

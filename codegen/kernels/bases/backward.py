@@ -64,10 +64,3 @@ class Backward(Kernel):
             slices = sizes.batch * sizes.heads
             rows = self.bias_sum_rows(spec)
         return slices * rows * round_up(sizes.keys, spec.tile.key)
-
-
-def key_tiles(spec: KernelSpec, sizes: Sizes) -> int:
-    """The number of KV blocks of all key heads and batch indices, as if every sequence were the
-    longest.
-    """
-    return sizes.batch * sizes.key_heads * -(-sizes.keys // spec.tile.key)

@@ -11,6 +11,7 @@ from jax_memeff.codegen import gpu
 from jax_memeff.codegen.features import FEATURES, FUNCTIONS, PAGES, VARLEN
 from jax_memeff.codegen.features.feature import Constant, CppType, Modified
 from jax_memeff.codegen.gpu import Gpu
+from jax_memeff.codegen.kernels.bases.grids import query_tile_grid
 from jax_memeff.codegen.launch import BlockMask, EntryPoint, Grid
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.spec import Kernel, KernelSpec, Row
@@ -310,22 +311,6 @@ def stage(
     name = f"{spec.name}_{suffix}"
     grid = grid or query_tile_grid(spec)
     return EntryPoint(name, threads, shared_bytes, grid, cpp_class=class_name, **rest)
-
-
-def query_tile_grid(spec: KernelSpec) -> Grid:
-    """A CTA for each tile of queries of a head."""
-    return Grid(f"B*N*T/{spec.tile.query}")
-
-
-def key_tile_grid(spec: KernelSpec) -> Grid:
-    """A CTA for each KV block of a key head."""
-    return Grid(f"B*K*S/{spec.tile.key}")
-
-
-def bias_tile_grid(spec: KernelSpec) -> Grid:
-    """A CTA for each tile of scores of the bias's own batch indices and heads."""
-    tiles = f"bias_gradient.2/{spec.tile.query}*S/{spec.tile.key}"
-    return Grid(f"bias_gradient.0*bias_gradient.1*{tiles}")
 
 
 def panel_columns(dim: int) -> int:

@@ -11,8 +11,8 @@ from jax_memeff.codegen.kernels.bases.families import (
     WARPGROUP_ROWS,
     WgmmaKernel,
     WgmmaTile,
-    query_tile_grid,
 )
+from jax_memeff.codegen.kernels.bases.grids import query_tile_grid
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec

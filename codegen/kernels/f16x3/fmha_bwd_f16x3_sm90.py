@@ -17,11 +17,11 @@ from jax_memeff.codegen.kernels.bases.families import (
     WARPGROUP_ROWS,
     WgmmaKernel,
     WgmmaTile,
-    key_tile_grid,
     modifiers,
     stage,
     wgmma_tile,
 )
+from jax_memeff.codegen.kernels.bases.grids import key_tile_grid
 from jax_memeff.codegen.launch import EntryPoint, Grid
 from jax_memeff.codegen.spec import KernelSpec
 

@@ -19,6 +19,7 @@ from jax_memeff.codegen.kernels.bases.families import (
     stage,
     wgmma_tile,
 )
+from jax_memeff.codegen.kernels.bases.grids import key_tile_grid, query_tile_grid
 from jax_memeff.codegen.kernels.fmha_bwd_sm90 import WgmmaBackward
 from jax_memeff.codegen.launch import EntryPoint, Grid
 from jax_memeff.codegen.problem import Problem
@@ -146,7 +147,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         return max(self.cluster_bytes(spec, owner) for owner in ("queries", "keys"))
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        def own(suffix: str, owner: str, tiles: str) -> EntryPoint:
+        def own(suffix: str, owner: str, grid: Grid) -> EntryPoint:
             ctas = self.cluster(spec, owner).ctas
             entry = stage(
                 spec,
@@ -154,7 +155,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
                 f"{self.class_name}{suffix.capitalize()}<Config>",
                 spec.threads,
                 self.cluster_bytes(spec, owner),
-                Grid(f"{ctas}*{tiles}"),
+                Grid(f"{ctas}*{grid.product}"),
                 takes_maps=True,
             )
             return entry._replace(cluster=ctas)
@@ -162,9 +163,9 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         preprocess = f"{self.class_name}Preprocess<Config>"
         entries = [stage(spec, "preprocess", preprocess, spec.computing_threads)]
         if "query" in spec.gradients:
-            entries.append(own("dq", "queries", f"B*N*T/{spec.tile.query}"))
+            entries.append(own("dq", "queries", query_tile_grid(spec)))
         if {"key", "value"} & set(spec.gradients):
-            entries.append(own("dkdv", "keys", f"B*K*S/{spec.tile.key}"))
+            entries.append(own("dkdv", "keys", key_tile_grid(spec)))
         return tuple(entries)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:

@@ -9,16 +9,29 @@ namespace {
 
 constexpr long long kMostBlocks = 1ll << 62;
 
+// The tiles of the queries or keys of all packed sequences, for each head: at most one more for
+// each sequence than its tokens fill.
+std::optional<long long> tiles_of_all(bool queries, long long tile, const Dims& dims) {
+  auto const batch = dims.find("B");
+  auto const length = dims.find(queries ? "T" : "S");
+  auto const tokens = dims.find(queries ? "query_tokens" : "key_tokens");
+  if (!batch || !length || !tokens) return std::nullopt;
+  return *batch == 0 || *length == 0 ? 0 : *tokens / tile + *batch;
+}
+
 // "T/128" -> 3 for T = 300
 std::optional<long long> factor_of(std::string_view text, const Dims& dims) {
   size_t const slash = text.find('/');
   std::string_view const name = text.substr(0, slash);
   auto size = parse_number(name, 0, kMostBlocks);
   if (!size) size = dims.find(name);
-  if (!size || slash == std::string_view::npos) return size;
+  if (slash == std::string_view::npos) return size;
   auto const tile = parse_number(text.substr(slash + 1), 1, kMostBlocks);
   if (!tile) return std::nullopt;
-  return ceil_div(*size, *tile);
+  if (name == "all_queries" || name == "all_keys") {
+    return tiles_of_all(name == "all_queries", *tile, dims);
+  }
+  return size ? std::optional(ceil_div(*size, *tile)) : std::nullopt;
 }
 
 }  // namespace

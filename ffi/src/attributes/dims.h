@@ -29,7 +29,8 @@ struct LaunchDims {
 };
 
 // The number of CTAs of an entry point: a sum of products of dims and tiles, such as "B*N*T/128" or
-// "B*N*T/64+2*B*K*S/64". "/" rounds up and binds most tightly. "bias_gradient.2" is a dim of an
+// "B*N*T/64+2*B*K*S/64". "/" rounds up and binds most tightly. all_queries/128 and all_keys/128 are
+// the tiles of all packed sequences (layout/query_tiles.cuh). "bias_gradient.2" is a dim of an
 // array; group_rows is T*N/K; T_or_1 and S_or_1 are T and S, or 1 instead of 0; splits and q_splits
 // are LaunchDims. `combines` is 1 if the keys are split, else 0: an empty grid is not launched.
 class Grid {

@@ -11,14 +11,14 @@ struct WorkItem {
   int head;
   int batch;
 
-  // Makes tiles innermost, so CTAs that run together read the same keys and values from L2.
+  // Makes tiles innermost.
   CUTE_DEVICE static WorkItem of_block(unsigned block, int tiles, int heads) {
     unsigned const head_batch = block / unsigned(tiles);
     return {int(block % unsigned(tiles)), int(head_batch % unsigned(heads)),
             int(head_batch / unsigned(heads))};
   }
 
-  // Makes batch indices innermost: a bias that is broadcast over them is read from memory once.
+  // Makes batch indices innermost.
   CUTE_DEVICE static WorkItem of_block_by_batch(unsigned block, int tiles, int batch) {
     unsigned const head_tile = block / unsigned(batch);
     return {int(head_tile % unsigned(tiles)), int(head_tile / unsigned(tiles)),

@@ -17,6 +17,7 @@
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/large_dim/scores_sm80.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
+#include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/q_blocks.cuh>
 
 namespace memeff {
@@ -50,15 +51,14 @@ struct FmhaBackwardLargeDimDq {
   CUTE_DEVICE static void run(BackwardParams const& params) {
     char* const shared = dynamic_shared();
     ProblemShape const& shape = params.shape;
-    WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
+    GridTiles<Config, GridRows::queries, kTileQuery> const grid = {shape};
+    WorkItem const item = grid.of_block(blockIdx.x);
     int const row = item.tile * kTileQuery;
     typename Scores::Mask const mask(params.mask, shape, item.batch);
     int length = shape.query_length;
     if constexpr (Config::kVarlen) {
       length = mask.query_length;
-      Gap::of_queries(shape, item.batch, length)
-          .template clear<Element, kThreads>(params.query_gradient, item.head, shape.head_dim,
-                                             item.tile, params.query_tiles);
+      clear_query_gap<Config, kThreads>(params, item, length, grid.of_batch_index(item.batch));
       if (row >= length) return;
     }
     BlockMaskRow<Config::kBlockMask> const tiles(mask.key_tiles(row, kTileQuery, kTileKey),
@@ -112,8 +112,8 @@ struct FmhaBackwardLargeDimDkdv {
   CUTE_DEVICE static void run(BackwardParams const& params) {
     char* const shared = dynamic_shared();
     ProblemShape const& shape = params.shape;
-    int const key_tiles = ceil_div(shape.key_length, kTileKey);
-    WorkItem const item = WorkItem::of_block(blockIdx.x, key_tiles, shape.key_heads);
+    GridTiles<Config, GridRows::keys, kTileKey> const grid = {shape};
+    WorkItem const item = grid.of_block(blockIdx.x);
     int const column = item.tile * kTileKey;
     typename Scores::Mask const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
@@ -123,7 +123,7 @@ struct FmhaBackwardLargeDimDkdv {
     int length = shape.key_length;
     if constexpr (Config::kVarlen) {
       length = mask.key_length;
-      clear_key_gap<Config, kThreads>(params, item, length, key_tiles);
+      clear_key_gap<Config, kThreads>(params, item, length, grid.of_batch_index(item.batch));
       if (column >= length) return;
     }
 
@@ -141,7 +141,7 @@ struct FmhaBackwardLargeDimDkdv {
     }
 
     long long const tile_index =
-        key_tile_index<Config>(shape, key_tiles, item.batch, item.head, item.tile);
+        key_tile_index<Config>(shape, grid.of_slice(), item.batch, item.head, item.tile);
     auto sums_of = [&](float* sums, int columns) {
       return sums + tile_index * ceil_div(columns, Product::kChunk) * Product::kChunkFloats;
     };

@@ -34,6 +34,7 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
+#include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/q_blocks.cuh>
 
 namespace memeff {
@@ -89,9 +90,8 @@ struct FmhaBackwardSm80 {
   CUTE_DEVICE static void run(BackwardParams const& params) {
     char* const shared = dynamic_shared();
     ProblemShape const& shape = params.shape;
-    int const key_tiles = ceil_div(shape.key_length, kTileKey);
-    Semaphore semaphore(params, key_tiles, reinterpret_cast<int*>(shared));
-    WorkItem const item = semaphore.item(params, key_tiles);
+    Semaphore semaphore(params, reinterpret_cast<int*>(shared));
+    WorkItem const item = semaphore.item(params);
     int const column = item.tile * kTileKey;
     Mask const mask(params.mask, shape, item.batch);
     TileRange const tiles = mask.query_tiles(column, kTileKey, kTileQuery);
@@ -104,7 +104,9 @@ struct FmhaBackwardSm80 {
 
     clear_skipped<Config, kThreads>(params, item, tiles);
     if constexpr (Config::kVarlen) {
-      clear_key_gap<Config, kThreads>(params, item, mask.key_length, key_tiles);
+      GridTiles<Config, GridRows::keys, kTileKey> const grid = {shape};
+      clear_key_gap<Config, kThreads>(params, item, mask.key_length,
+                                      grid.of_batch_index(item.batch));
       if (kv_block.column >= mask.key_length) {
         kv_block.publish(semaphore, kFinished);
         return;

@@ -24,6 +24,7 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/grid.cuh>
 #include <memeff/score/bias/direct.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/row_modifiers.cuh>
@@ -61,16 +62,15 @@ struct FmhaForwardLargeDimSm80 {
     uint32_t const buffers = probability_tile + ScoreTile::kBytes;
 
     ProblemShape const& shape = params.shape;
-    int const query_tiles = ceil_div(shape.query_length, kTileQuery);
-    WorkItem item = WorkItem::of_block(blockIdx.x, query_tiles, shape.query_heads);
-    // Start the last rows first: under a causal mask they have the most keys.
-    if constexpr (Config::kMask == MaskKind::causal) item.tile = query_tiles - 1 - item.tile;
+    Grid const grid = {shape};
+    WorkItem const item = work_item(grid, blockIdx.x);
     int const row = item.tile * kTileQuery;
     int const key_head = item.head / shape.group;
 
     Mask const mask(params.mask, shape, item.batch);
     if constexpr (Config::kVarlen) {
-      clear_query_gap<Config, kThreads>(params, item, mask.query_length, query_tiles);
+      clear_query_gap<Config, kThreads>(params, item, mask.query_length,
+                                        grid.of_batch_index(item.batch));
       if (row >= mask.query_length) return;
     }
     KvBlocks const tiles(mask.key_tiles(row, kTileQuery, kTileKey), params.block_mask, item.batch,
@@ -97,7 +97,7 @@ struct FmhaForwardLargeDimSm80 {
       return;
     }
 
-    float* const sums = out_sums(params, item, query_tiles);
+    float* const sums = out_sums(params, item, grid.of_slice());
     ScoreOperands const operands = {params, mask, source, query_rows, row};
     Softmax softmax(buffers + 2 * kBufferBytes);
     StepRing ring(buffers, kBufferBytes);
@@ -229,6 +229,17 @@ struct FmhaForwardLargeDimSm80 {
     }
   }
 
+  using Grid = GridTiles<Config, GridRows::queries, kTileQuery>;
+
+  CUTE_DEVICE static WorkItem work_item(Grid const& grid, unsigned block) {
+    WorkItem item = grid.of_block(block);
+    // Start the last rows first: under a causal mask they have the most keys.
+    if constexpr (Config::kMask == MaskKind::causal) {
+      item.tile = grid.of_batch_index(item.batch) - 1 - item.tile;
+    }
+    return item;
+  }
+
   // The address of the tile's output in the workspace, chunk by chunk.
   CUTE_DEVICE static float* out_sums(ForwardParams const& params, WorkItem const& item, int tiles) {
     return params.out_sum +
@@ -239,12 +250,11 @@ struct FmhaForwardLargeDimSm80 {
   // The address of the sums of this CTA's tile of scores. It is recomputed at each use, so that it
   // occupies no register.
   CUTE_DEVICE static float* score_sum(ForwardParams const& params) {
-    ProblemShape const& shape = params.shape;
-    int const tiles = ceil_div(shape.query_length, kTileQuery);
-    WorkItem const item = WorkItem::of_block(block_index(), tiles, shape.query_heads);
-    return params.score_sum +
-           query_tile_index<Config>(shape, tiles, item.batch, item.head, item.tile) *
-               (kTileQuery * kTileKey);
+    Grid const grid = {params.shape};
+    WorkItem const item = work_item(grid, block_index());
+    return params.score_sum + query_tile_index<Config>(params.shape, grid.of_slice(), item.batch,
+                                                       item.head, item.tile) *
+                                  (kTileQuery * kTileKey);
   }
 };
 

@@ -95,12 +95,7 @@ struct FmhaForwardLargeDimSm90 {
   }
 
   CUTE_DEVICE static WorkItem item(ProblemShape const& shape, ScoreView const& bias) {
-    return work_item<Config, Heaviest::last>(shape, bias, blockIdx.x, row_tiles(shape),
-                                             shape.query_heads);
-  }
-  // The number of row tiles of a head.
-  CUTE_DEVICE static int row_tiles(ProblemShape const& shape) {
-    return ceil_div(shape.query_length, kTileQuery);
+    return work_item<Config, Heaviest::last, kTileQuery>(shape, bias, blockIdx.x);
   }
 
   // The KV blocks that some row of the tile needs.

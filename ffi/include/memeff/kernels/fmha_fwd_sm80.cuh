@@ -86,8 +86,9 @@ struct FmhaForwardSm80 {
 
     Mask const mask(params.mask, shape, item.batch);
     if constexpr (Config::kVarlen) {
+      GridTiles<Config, GridRows::queries, kTileQuery> const grid = {shape};
       clear_query_gap<Config, kThreads>(params, item, mask.query_length,
-                                        ceil_div(shape.query_length, kTileQuery));
+                                        grid.of_batch_index(item.batch));
       if (row >= mask.query_length) return;
     }
     KvBlocks const kv_blocks(mask.key_tiles(row, kTileQuery, kTileKey), params.block_mask,
@@ -186,10 +187,7 @@ struct FmhaForwardSm80 {
   }
 
   CUTE_DEVICE static WorkItem work_item(ForwardParams const& params, unsigned block) {
-    ProblemShape const& shape = params.shape;
-    int const query_tiles = ceil_div(shape.query_length, kTileQuery);
-    return memeff::work_item<Config, Heaviest::last>(shape, params.bias, block, query_tiles,
-                                                     shape.query_heads);
+    return memeff::work_item<Config, Heaviest::last, kTileQuery>(params.shape, params.bias, block);
   }
 
   // Writes output and logsumexp. It recomputes the coordinates of the CTA, so that they occupy no

@@ -80,7 +80,7 @@ struct FmhaForwardSm90 {
   static constexpr bool kIntegerMaximum = !Config::kBias && Config::kValueDim <= 128;
   using Softmax =
       OnlineSoftmax<1, kIntegerMaximum, has_large_scores<Config>(), kCapped, Config::kRowMaxima>;
-  using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
+  using Schedule = PersistentSchedule<Config, kTileQuery, sizeof(Element)>;
   using Scheduler = TileScheduler<Schedule>;
 
   using Operands = cute::conditional_t<cute::is_same_v<Element, F16x3>,

@@ -96,6 +96,16 @@ CUTE_DEVICE void clear_query_gap(ForwardParams const& params, WorkItem const& it
                                     length, tiles);
 }
 
+// Writes zeros to dq in this CTA's part of the queries that belong to no sequence. `length` is the
+// length of the sequence, `tiles` its number of CTAs.
+template <class Config, int kThreads>
+CUTE_DEVICE void clear_query_gap(BackwardParams const& params, WorkItem const& item, int length,
+                                 int tiles) {
+  Gap::of_queries(params.shape, item.batch, length)
+      .template clear<typename Config::Element, kThreads>(params.query_gradient, item.head,
+                                                          params.shape.head_dim, item.tile, tiles);
+}
+
 // Writes zeros to dk and dv in this CTA's part of the keys that belong to no sequence. `length` is
 // the length of the sequence, `tiles` its number of CTAs.
 template <class Config, int kThreads>

@@ -37,10 +37,10 @@ constexpr int kAskPredecessor = -1;
 // run.
 template <class Config>
 struct NoDqSemaphore {
-  CUTE_DEVICE NoDqSemaphore(BackwardParams const&, int, int*) {}
-  CUTE_DEVICE WorkItem item(BackwardParams const& params, int key_tiles) const {
-    return work_item<Config, Heaviest::first>(params.shape, params.bias, blockIdx.x, key_tiles,
-                                              params.shape.key_heads);
+  CUTE_DEVICE NoDqSemaphore(BackwardParams const&, int*) {}
+  CUTE_DEVICE WorkItem item(BackwardParams const& params) const {
+    return work_item<Config, Heaviest::first, Config::kTileKey>(params.shape, params.bias,
+                                                                blockIdx.x);
   }
   CUTE_DEVICE void publish(int) const {}
   CUTE_DEVICE void wait(int) {}
@@ -51,6 +51,8 @@ struct NoDqSemaphore {
 template <class Config>
 class DqSemaphore {
  public:
+  using Grid = GridTiles<Config, GridRows::keys, Config::kTileKey>;
+
   // The number of key heads whose CTAs take tickets in turn. 132 SMs with the Q blocks of T = 1024
   // keep 8 heads busy. More heads cost nothing while their queries, dO and dq sums stay in L2 (50
   // MB or more); longer sequences need fewer.
@@ -67,8 +69,9 @@ class DqSemaphore {
 
   // The number of words in BackwardParams::semaphores: a ticket counter, and the semaphore of each
   // CTA.
-  CUTE_DEVICE static unsigned words(ProblemShape const& shape, int tile_key) {
-    return 1u + ceil_div(shape.key_length, tile_key) * shape.key_heads * shape.batch;
+  CUTE_DEVICE static unsigned words(ProblemShape const& shape) {
+    Grid const grid = {shape};
+    return 1u + grid.of_slice() * grid.slices();
   }
 
   // Draws the ticket of a CTA; one thread calls it.
@@ -76,27 +79,31 @@ class DqSemaphore {
     return atomicAdd(params.semaphores, 1);
   }
 
-  CUTE_DEVICE DqSemaphore(BackwardParams const& params, int key_tiles, int ticket) {
-    ProblemShape const& shape = params.shape;
-    unsigned const tiles = key_tiles;
-    unsigned const interleaved = interleaved_heads(shape);
+  CUTE_DEVICE DqSemaphore(BackwardParams const& params, int ticket) {
+    Grid const grid = {params.shape};
+    unsigned const tiles = grid.of_slice();
+    unsigned const interleaved = interleaved_heads(params.shape);
     unsigned const first = ticket / (interleaved * tiles) * interleaved;
-    unsigned const heads = min(interleaved, shape.batch * shape.key_heads - first);
+    unsigned const heads = min(interleaved, grid.slices() - first);
     unsigned const rest = ticket - first * tiles;
-    unsigned const head = first + rest % heads;
+    unsigned const slice = first + rest % heads;
     unsigned const position = rest / heads;
-    item_ = work_item<Config, Heaviest::first>(shape, params.bias, head, 1, shape.key_heads);
-    item_.tile = tiles - 1 - position;
-    progress_ = params.semaphores + 1 + head * tiles + position;
-    passed_ = position == 0 ? kFinished : 0;
+    if (shares_bias<Config>(params.bias)) {
+      item_ = WorkItem::of_block_by_batch(slice, 1, params.shape.batch);
+      item_.tile = tiles - 1 - position;
+    } else {
+      item_ = grid.item_alone(tiles - 1 - position, slice);
+    }
+    progress_ = params.semaphores + 1 + slice * tiles + position;
+    passed_ = item_.tile + 1 == grid.of_batch_index(item_.batch) ? kFinished : 0;
   }
 
   // Draws the ticket for all threads of the CTA; `scratch` is an unused word of shared memory.
-  CUTE_DEVICE DqSemaphore(BackwardParams const& params, int key_tiles, int* scratch)
-      : DqSemaphore(params, key_tiles, draw(params, scratch)) {}
+  CUTE_DEVICE DqSemaphore(BackwardParams const& params, int* scratch)
+      : DqSemaphore(params, draw(params, scratch)) {}
 
   // The work of the CTA, whatever its block index.
-  CUTE_DEVICE WorkItem item(BackwardParams const&, int) const { return item_; }
+  CUTE_DEVICE WorkItem item(BackwardParams const&) const { return item_; }
 
   // Publishes that this CTA has added everything before `position`. Hazard: one thread calls it,
   // after a barrier with all threads that added, so that its release covers their additions, too.

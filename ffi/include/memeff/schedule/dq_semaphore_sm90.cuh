@@ -53,7 +53,7 @@ struct DqSemaphoreSm90 {
   CUTE_DEVICE static WorkItem item(BackwardParams const& params, int drawn) {
     // The ticket is uniform over the warp; the shuffle makes that visible to the compiler.
     int const ticket = __shfl_sync(0xffffffffu, drawn, 0);
-    return DqSemaphore<Config>(params, key_tiles(params), ticket).item(params, key_tiles(params));
+    return DqSemaphore<Config>(params, ticket).item(params);
   }
 
   // Called by the producer's warpgroup; `thread` counts from its first thread.
@@ -73,14 +73,10 @@ struct DqSemaphoreSm90 {
     if (threadIdx.x % kWarpSize == 0) control.additions.release({});
   }
 
-  CUTE_DEVICE static int key_tiles(BackwardParams const& params) {
-    return ceil_div(params.shape.key_length, Config::kTileKey);
-  }
-
  private:
   CUTE_DEVICE static void wait(BackwardParams const& params, Control& control, WorkItem const& item,
                                TileRange const& tiles) {
-    DqSemaphore<Config> semaphore(params, key_tiles(params), control.ticket);
+    DqSemaphore<Config> semaphore(params, control.ticket);
     PipelineStage<1> stage;
     for_each_q_block<Config>(params, item, tiles, [&](int, int, int position) {
       semaphore.wait(position);
@@ -92,7 +88,7 @@ struct DqSemaphoreSm90 {
 
   CUTE_DEVICE static void publish(BackwardParams const& params, Control& control,
                                   WorkItem const& item, TileRange const& tiles) {
-    DqSemaphore<Config> semaphore(params, key_tiles(params), control.ticket);
+    DqSemaphore<Config> semaphore(params, control.ticket);
     PipelineStage<1> stage;
     for_each_q_block<Config>(params, item, tiles, [&](int, int, int position) {
       control.additions.acquire(stage);  // the previous Q block has been added
@@ -112,9 +108,8 @@ struct NoDqSemaphoreSm90 {
   struct Control {};
   CUTE_DEVICE static void init(BackwardParams const&, Control&, int) {}
   CUTE_DEVICE static WorkItem item(BackwardParams const& params, Control const&) {
-    return work_item<Config, Heaviest::first>(
-        params.shape, params.bias, split_kv_block_index<Config>(params),
-        ceil_div(params.shape.key_length, Config::kTileKey), params.shape.key_heads);
+    return work_item<Config, Heaviest::first, Config::kTileKey>(
+        params.shape, params.bias, split_kv_block_index<Config>(params));
   }
   CUTE_DEVICE static void order(BackwardParams const&, Control&, WorkItem const&, TileRange const&,
                                 int) {}

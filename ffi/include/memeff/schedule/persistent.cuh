@@ -10,65 +10,79 @@ namespace memeff {
 
 // Numbers the work tiles of a call; the producer of kernels/fmha_fwd_sm90.cuh asks it for the tile
 // of a number.
-template <MaskKind kMask, int kTileQuery, int kElementBytes>
+template <class Config, int kTileQuery, int kElementBytes>
 struct PersistentSchedule {
+  using Grid = GridTiles<Config, GridRows::queries, kTileQuery>;
+  static constexpr bool kCausal = Config::kMask == MaskKind::causal;
   // Keys and values of the heads that run at the same time should stay in L2 (50 MB or more).
   static constexpr long long kSectionBytes = 32 << 20;
 
   // Recomputed for each work tile, because the producer has few registers.
-  CUTE_DEVICE static int query_tiles(ProblemShape const& shape) {
-    return ceil_div(shape.query_length, kTileQuery);
-  }
   CUTE_DEVICE static int work_tiles(ProblemShape const& shape) {
-    return query_tiles(shape) * shape.query_heads * shape.batch;
+    return Grid{shape}.of_slice() * Grid{shape}.slices();
   }
 
-  // The number of (head, batch) pairs whose tiles are taken together.
+  // The number of slices whose tiles are taken together.
   CUTE_DEVICE static int section_heads(ProblemShape const& shape) {
     long long const head_bytes =
         (long long)shape.key_length * (shape.head_dim + shape.value_dim) * kElementBytes;
     int const fitting = int(kSectionBytes / max(head_bytes, 1ll));
-    return min(max(fitting, 1) * shape.group, shape.query_heads * shape.batch);
+    return min(max(fitting, 1) * shape.group, Grid{shape}.slices());
   }
 
-  // The first pair of the section of a (head, batch) pair; without sections, the pair itself.
-  CUTE_DEVICE static int section_begin(ProblemShape const& shape, int head_batch) {
-    if (kMask != MaskKind::causal) return head_batch;
-    int const section = section_heads(shape);
-    return head_batch / section * section;
-  }
-
-  // The first work tile of the first section that has a batch index with queries, beginning with
-  // the section of `number`. Hazard: batch indices must not share a broadcast bias, which changes
-  // the numbering.
-  CUTE_DEVICE static int skip_empty(ProblemShape const& shape, int const* query_lengths,
-                                    int number) {
-    int batch = section_begin(shape, number / query_tiles(shape)) / shape.query_heads;
-    while (batch < shape.batch && query_lengths[batch] <= 0) ++batch;
-    if (batch == shape.batch) return work_tiles(shape);
-    return section_begin(shape, batch * shape.query_heads) * query_tiles(shape);
+  // The first work tile after the sequence of `item` that belongs to a sequence with queries, or
+  // one of the next slice or section if there is none. `number` is the number of the item.
+  CUTE_DEVICE static int after_empty(ProblemShape const& shape, int const* query_lengths,
+                                     WorkItem const& item, int number) {
+    auto const sequences = Grid{shape}.sequences();
+    int const tiles = Grid{shape}.of_slice();
+    int const step = kCausal ? -1 : 1;
+    int sequence = item.batch + step;
+    while (sequence >= 0 && sequence < shape.batch && query_lengths[sequence] <= 0) {
+      sequence += step;
+    }
+    if constexpr (!kCausal) {
+      int const slice = number / tiles;
+      return sequence < shape.batch ? slice * tiles + sequences.first_cta(sequence)
+                                    : (slice + 1) * tiles;
+    }
+    Section const section(shape, number / tiles);
+    int const passed = sequence < 0 ? tiles : tiles - sequences.end_cta(sequence);
+    return section.first * tiles + passed * section.slices;
   }
 
   // The work tile of a number; a batch of -1 means one past the last. If batch indices share a
   // broadcast bias, they take the same tile of a head one after the other, so that L2 serves it to
   // all of them.
   CUTE_DEVICE static WorkItem item(ProblemShape const& shape, int number, bool broadcasts_bias) {
-    int const tiles = query_tiles(shape);
+    Grid const grid = {shape};
+    int const tiles = grid.of_slice();
     int tile = number % tiles;
-    int head_batch = number / tiles;
-    if (head_batch >= shape.query_heads * shape.batch) return {0, 0, -1};
-    if (kMask == MaskKind::causal || broadcasts_bias) {
+    int slice = number / tiles;
+    if (slice >= grid.slices()) return {0, 0, -1};
+    if (kCausal || broadcasts_bias) {
       // The last rows have the most keys: they come first.
-      int const section = section_heads(shape);
-      int const first = head_batch / section * section;
-      int const rank = number - first * tiles;
-      int const here = min(section, shape.query_heads * shape.batch - first);
-      tile = tiles - 1 - rank / here;
-      head_batch = first + rank % here;
+      Section const section(shape, slice);
+      int const rank = number - section.first * tiles;
+      tile = tiles - 1 - rank / section.slices;
+      slice = section.first + rank % section.slices;
     }
-    if (broadcasts_bias) return {tile, head_batch / shape.batch, head_batch % shape.batch};
-    return {tile, head_batch % shape.query_heads, head_batch / shape.query_heads};
+    if (broadcasts_bias) return {tile, slice / shape.batch, slice % shape.batch};
+    return grid.item_alone(tile, slice);
   }
+
+ private:
+  // The slices whose tiles are taken together with those of a slice.
+  struct Section {
+    int first;
+    int slices;
+
+    CUTE_DEVICE Section(ProblemShape const& shape, int slice) {
+      int const section = section_heads(shape);
+      first = slice / section * section;
+      slices = min(section, Grid{shape}.slices() - first);
+    }
+  };
 };
 
 // Hands out work tiles. A CTA's first work tile has the number of the CTA; one thread asks for the

@@ -1,6 +1,9 @@
 // Defines CUDA's qualifiers of functions and variables as nothing. The headers of the CUDA runtime
-// include a file of this name, which comes with nvcc.
+// include a file of this name, which comes with nvcc. If that is installed beside them, they find
+// it first; its include guard keeps it empty.
 #pragma once
+
+#define __HOST_DEFINES_H__
 
 #define __annotate__(a) __attribute__((a))
 #define __location__(a)

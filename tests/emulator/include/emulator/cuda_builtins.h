@@ -1,6 +1,8 @@
 // The names that nvcc has built in, for a C++ compiler. It is included before everything else.
 #pragma once
 
+#include <crt/host_defines.h>
+
 #include <cuda_runtime_api.h>
 #include <vector_functions.h>
 #include <vector_types.h>

@@ -73,8 +73,7 @@ struct FmhaBackwardTwoKernelDq {
     BlockMaskRow<Config::kBlockMask> kv_blocks;
 
     CUTE_DEVICE Work(BackwardParams const& params) {
-      item = work_item<Config, Heaviest::last>(params.shape, params.bias, blockIdx.x,
-                                               params.query_tiles, params.shape.query_heads);
+      item = work_item<Config, Heaviest::last, kTileQuery>(params.shape, params.bias, blockIdx.x);
       row = item.tile * kTileQuery;
       kv_blocks = {Mask(params.mask, params.shape, item.batch).key_tiles(row, kTileQuery, kTileKey),
                    params.block_mask,
@@ -356,10 +355,9 @@ struct FmhaBackwardTwoKernelDq {
                                   work.item.head, origin.batch, params.shape.head_dim);
     wait_tma_stores();
     if constexpr (Config::kVarlen) {
-      Gap::of_queries(params.shape, work.item.batch, query_bound + work.row)
-          .template clear<Element, kConsumers>(params.query_gradient, work.item.head,
-                                               params.shape.head_dim, work.item.tile,
-                                               params.query_tiles);
+      GridTiles<Config, GridRows::queries, kTileQuery> const grid = {params.shape};
+      clear_query_gap<Config, kConsumers>(params, work.item, query_bound + work.row,
+                                          grid.of_batch_index(work.item.batch));
     }
   }
 };

@@ -7,6 +7,7 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
+#include <memeff/schedule/grid.cuh>
 
 namespace memeff {
 
@@ -21,14 +22,13 @@ struct FmhaBackwardPostprocess {
   CUTE_DEVICE static void run(BackwardParams const& params) {
     char* const shared = dynamic_shared();
     ProblemShape const& shape = params.shape;
-    WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
+    GridTiles<Config, GridRows::queries, Tiles::kTileQuery> const grid = {shape};
+    WorkItem const item = grid.of_block(blockIdx.x);
     int const row = item.tile * Tiles::kTileQuery;
     int row_bound = shape.query_length - row;
     if constexpr (Config::kVarlen) {
       int const length = IntervalMask<MaskKind::none>(params.mask, shape, item.batch).query_length;
-      Gap::of_queries(shape, item.batch, length)
-          .template clear<Element, kThreads>(params.query_gradient, item.head, shape.head_dim,
-                                             item.tile, params.query_tiles);
+      clear_query_gap<Config, kThreads>(params, item, length, grid.of_batch_index(item.batch));
       row_bound = length - row;
       if (row_bound <= 0) return;
     }

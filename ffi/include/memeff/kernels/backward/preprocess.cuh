@@ -15,6 +15,7 @@
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
+#include <memeff/schedule/grid.cuh>
 #include <memeff/score/bias/rows.cuh>
 #include <memeff/score/bias/tile.cuh>
 
@@ -40,13 +41,14 @@ struct FmhaBackwardPreprocess {
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
     if constexpr (Config::kOrdersQueries || Config::kSplitQ) {
-      unsigned const words = DqSemaphore<Config>::words(params.shape, Tiles::kTileKey);
+      unsigned const words = DqSemaphore<Config>::words(params.shape);
       for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < words; i += gridDim.x * kThreads) {
         params.semaphores[i] = 0;
       }
     }
     ProblemShape const& shape = params.shape;
-    WorkItem const item = WorkItem::of_block(blockIdx.x, params.query_tiles, shape.query_heads);
+    WorkItem const item =
+        GridTiles<Config, GridRows::queries, Tiles::kTileQuery>{shape}.of_block(blockIdx.x);
     IntervalMask<MaskKind::none> const mask(params.mask, shape, item.batch);
     int const first_row = item.tile * Tiles::kTileQuery;
     if constexpr (Config::kVarlen) {

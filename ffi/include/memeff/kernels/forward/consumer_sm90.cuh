@@ -140,7 +140,8 @@ struct WorkTileConsumerSm90 {
   CUTE_DEVICE static void clear_gap(Params const& params, WorkItem const& item, int length) {
     if constexpr (Config::kVarlen) {
       OutputWriter::template clear_gap<Kernel::kConsumers>(
-          params, item, length, Kernel::Schedule::query_tiles(params.shape));
+          params, item, length,
+          typename Kernel::Schedule::Grid{params.shape}.of_batch_index(item.batch));
     }
   }
 };

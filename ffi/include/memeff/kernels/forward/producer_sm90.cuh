@@ -4,6 +4,7 @@
 
 #include <memeff/core/pipeline.cuh>
 #include <memeff/layout/sequences.cuh>
+#include <memeff/schedule/grid.cuh>
 #include <memeff/score/bias/tile.cuh>
 
 namespace memeff {
@@ -142,7 +143,7 @@ struct ForwardProducerSm90 {
   }
 
   CUTE_DEVICE static bool broadcasts_bias(ForwardParams const& params) {
-    return has_bias_tile<Config>() && params.bias.batch_stride == 0;
+    return shares_bias<Config>(params.bias);
   }
 
   CUTE_DEVICE static WorkTile numbered_work_tile(ForwardParams const& params, int number) {
@@ -167,8 +168,9 @@ struct ForwardProducerSm90 {
     if constexpr (Config::kPageSize > 0) {
       int const* const lengths = params.mask.query_lengths;
       bool const is_empty = lengths != nullptr && work_tile.query_length == 0;
-      if (!params.keeps_gaps || !is_empty || broadcasts_bias(params)) return;
-      Scheduler::skip_to(params, Schedule::skip_empty(params.shape, lengths, number));
+      if (!params.keeps_gaps || !is_empty) return;
+      Scheduler::skip_to(params,
+                         Schedule::after_empty(params.shape, lengths, work_tile.item, number));
     }
   }
 };

@@ -7,6 +7,7 @@
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/transposed.cuh>
 #include <memeff/kernels/backward/dkdv/work.cuh>
+#include <memeff/schedule/grid.cuh>
 #include <memeff/score/modifiers.cuh>
 
 namespace memeff {
@@ -96,8 +97,9 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
                                              key_gradient);
     }
     if constexpr (Config::kVarlen) {
+      GridTiles<Config, GridRows::keys, kTileKey> const grid = {shape};
       clear_key_gap<Config, kWarpgroupSize>(params, work.item, mask.key_length,
-                                            ceil_div(shape.key_length, kTileKey));
+                                            grid.of_batch_index(work.item.batch));
     }
   }
 

@@ -87,8 +87,7 @@ struct DkdvSm90 {
 
     CUTE_DEVICE Work(BackwardParams const& params) {
       ProblemShape const& shape = params.shape;
-      item = work_item<Config, Heaviest::first>(
-          shape, params.bias, blockIdx.x, ceil_div(shape.key_length, kTileKey), shape.key_heads);
+      item = work_item<Config, Heaviest::first, kTileKey>(shape, params.bias, blockIdx.x);
       column = item.tile * kTileKey;
       tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
     }

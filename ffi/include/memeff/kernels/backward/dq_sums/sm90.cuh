@@ -125,7 +125,7 @@ struct TmaDqSumsSm90 {
     DqSemaphore<Config> semaphore;
 
     CUTE_DEVICE Semaphore(BackwardParams const& params, Control const& control)
-        : semaphore(params, DqSemaphoreSm90<Config>::key_tiles(params), control.ticket) {}
+        : semaphore(params, control.ticket) {}
     CUTE_DEVICE void begin(int position) {
       semaphore.publish(position);
       semaphore.wait(position);

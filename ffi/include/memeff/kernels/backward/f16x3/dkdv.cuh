@@ -9,6 +9,7 @@
 #include <memeff/kernels/backward/f16x3/gradient_consumer.cuh>
 #include <memeff/kernels/backward/f16x3/probability_consumer.cuh>
 #include <memeff/kernels/backward/f16x3/work.cuh>
+#include <memeff/schedule/grid.cuh>
 
 namespace memeff {
 
@@ -60,10 +61,11 @@ struct FmhaBackwardF16x3Dkdv : F16x3DkdvWork<Config> {
       F16x3GradientConsumer<Config>::run(params, work, control, tiles);
     }
     if constexpr (Config::kVarlen) {
+      GridTiles<Config, GridRows::keys, Base::kTileKey> const grid = {params.shape};
       clear_key_gap<Config, kConsumers>(
           params, work.item,
           typename Base::Mask(params.mask, params.shape, work.item.batch).key_length,
-          ceil_div(params.shape.key_length, Base::kTileKey));
+          grid.of_batch_index(work.item.batch));
     }
   }
 

@@ -9,6 +9,7 @@
 
 #include <memeff/kernels/backward/dq_sm90.cuh>
 #include <memeff/kernels/backward/f16x3/products.cuh>
+#include <memeff/schedule/grid.cuh>
 
 namespace memeff {
 
@@ -300,10 +301,9 @@ struct FmhaBackwardF16x3Dq {
                                       query_origin<Config>(params.shape, item.batch), item.head,
                                       work.row, bound, params.shape.head_dim, query_gradient);
     if constexpr (Config::kVarlen) {
-      Gap::of_queries(params.shape, item.batch, query_bound + work.row)
-          .template clear<typename Config::Element, kConsumers>(params.query_gradient, item.head,
-                                                                params.shape.head_dim, item.tile,
-                                                                params.query_tiles);
+      GridTiles<Config, GridRows::queries, kTileQuery> const grid = {params.shape};
+      clear_query_gap<Config, kConsumers>(params, item, query_bound + work.row,
+                                          grid.of_batch_index(item.batch));
     }
   }
 };

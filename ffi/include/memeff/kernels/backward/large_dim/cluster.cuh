@@ -126,11 +126,9 @@ struct LargeDimCluster {
       ProblemShape const& shape = params.shape;
       unsigned const cluster = blockIdx.x / kCtas;
       if constexpr (kOwnsKeys) {
-        item = work_item<Config, Heaviest::first>(
-            shape, params.bias, cluster, ceil_div(shape.key_length, kRows), shape.key_heads);
+        item = work_item<Config, Heaviest::first, kRows>(shape, params.bias, cluster);
       } else {
-        item = work_item<Config, Heaviest::last>(shape, params.bias, cluster, params.query_tiles,
-                                                 shape.query_heads);
+        item = work_item<Config, Heaviest::last, Tiles::kTileQuery>(shape, params.bias, cluster);
       }
       Mask const mask(params.mask, shape, item.batch);
       own_row = item.tile * (kOwnsKeys ? kRows : Tiles::kTileQuery);

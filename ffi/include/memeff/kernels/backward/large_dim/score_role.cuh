@@ -4,6 +4,7 @@
 
 #include <memeff/collective/softmax/transposed.cuh>
 #include <memeff/kernels/backward/large_dim/cluster.cuh>
+#include <memeff/schedule/grid.cuh>
 
 namespace memeff {
 
@@ -107,13 +108,13 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
     if constexpr (Config::kVarlen) {
       ProblemShape const& shape = params.shape;
       if constexpr (kOwnsKeys) {
+        GridTiles<Config, GridRows::keys, kRows> const grid = {shape};
         clear_key_gap<Config, kConsumers>(params, work.item, work.key_length,
-                                          ceil_div(shape.key_length, kRows));
+                                          grid.of_batch_index(work.item.batch));
       } else if (rank == 0) {
-        Gap::of_queries(shape, work.item.batch, work.query_length)
-            .template clear<Element, kConsumers>(params.query_gradient, work.item.head,
-                                                 shape.head_dim, work.item.tile,
-                                                 params.query_tiles);
+        GridTiles<Config, GridRows::queries, Config::kTileQuery> const grid = {shape};
+        clear_query_gap<Config, kConsumers>(params, work.item, work.query_length,
+                                            grid.of_batch_index(work.item.batch));
       }
     }
   }

@@ -5,6 +5,7 @@
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
+#include <memeff/schedule/grid.cuh>
 
 namespace memeff {
 
@@ -70,8 +71,9 @@ struct BackwardEpilogueSm90 {
     }
     wait_tma_stores();
     if constexpr (Config::kVarlen) {
+      GridTiles<Config, GridRows::keys, kTileKey> const grid = {shape};
       clear_key_gap<Config, kConsumers>(params, work.item, key_length,
-                                        ceil_div(shape.key_length, kTileKey));
+                                        grid.of_batch_index(work.item.batch));
     }
   }
 };

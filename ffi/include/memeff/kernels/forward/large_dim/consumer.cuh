@@ -9,6 +9,7 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/interval.cuh>
+#include <memeff/schedule/grid.cuh>
 
 namespace memeff {
 
@@ -262,8 +263,9 @@ struct LargeDimConsumerSm90 {
                                   row + kTileQuery);
     }
     if constexpr (Config::kVarlen) {
+      GridTiles<Config, GridRows::queries, kTileQuery> const grid = {params.shape};
       clear_query_gap<Config, Kernel::kConsumers>(params, item, query_length,
-                                                  Kernel::row_tiles(params.shape));
+                                                  grid.of_batch_index(item.batch));
     }
   }
 };

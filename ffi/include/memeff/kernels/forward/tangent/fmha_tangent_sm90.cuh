@@ -46,7 +46,7 @@ struct FmhaTangentSm90 {
 
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kConsumerWarps, 16>;
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, kConsumerWarps, 16>;
-  using Schedule = PersistentSchedule<Config::kMask, kTileQuery, sizeof(Element)>;
+  using Schedule = PersistentSchedule<Config, kTileQuery, sizeof(Element)>;
   using Scheduler = TileScheduler<Schedule>;
   using Operands = TangentOperands<Config, kThreads>;
   static constexpr int kConsumerRegisters =
