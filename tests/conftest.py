@@ -106,6 +106,7 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(tryfirst=True)  # before pytest evaluates -m
 def pytest_collection_modifyitems(config, items):
     choose_quick_cases(items, complete=not any("::" in word for word in config.args))
+    choose_cases_of_today(config, items)
     # The longest tests are those of the toolchain. If they ran last, one process would wait for the
     # other.
     items.sort(key=lambda item: "toolchain" not in item.path.parts)
@@ -118,6 +119,27 @@ def pytest_collection_modifyitems(config, items):
         reason = f"needs a CUDA device, and jax says: {str(error).splitlines()[0]}"
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def choose_cases_of_today(config, items) -> None:
+    """Keeps today's part of the cases of each test with ``@pytest.mark.rotating(parts)``, and the
+    cases of the inner loop. A command that names a test keeps all, and so do tests on a GPU.
+    """
+    if any("::" in word for word in config.args):
+        return
+    cases: dict[tuple, list] = {}
+    for item in items:
+        on_cpu = "gpu" not in item.keywords and hasattr(item, "callspec")
+        if on_cpu and item.get_closest_marker("rotating"):
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    waiting = set()
+    for same in cases.values():
+        (parts,) = same[0].get_closest_marker("rotating").args
+        for index, item in enumerate(same):
+            if not daily.is_due(index, len(same), parts) and not item.get_closest_marker("quick"):
+                waiting.add(item)
+    config.hook.pytest_deselected(items=list(waiting))
+    items[:] = [item for item in items if item not in waiting]
 
 
 def choose_quick_cases(items, complete: bool) -> None:

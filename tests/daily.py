@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import random
+import re
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -18,12 +19,28 @@ Value = TypeVar("Value")
 # tests, also at midnight.
 CHOICE = os.environ.setdefault("JAX_MEMEFF_CLOSURE", datetime.date.today().isoformat())
 EVERYTHING = CHOICE == "all"
+if not EVERYTHING and not re.fullmatch(r"\d{4}-\d\d-\d\d", CHOICE):
+    raise ValueError(
+        f"JAX_MEMEFF_CLOSURE must be a date such as 2026-11-23, or all, got {CHOICE!r}"
+    )
+TODAY = None if EVERYTHING else datetime.date.fromisoformat(CHOICE).toordinal()
 MESSAGE = f"JAX_MEMEFF_CLOSURE={CHOICE}"
 
 
 def generator(name: str) -> random.Random:
     """A generator that depends on the day and on the name of a sample."""
     return random.Random(f"{name} {CHOICE}")
+
+
+def is_due(index: int, count: int, parts: int, today: int | None = TODAY) -> bool:
+    """Whether case ``index`` of ``count`` belongs to today's part, of ``parts``. Every case is due
+    once in ``parts`` days. Neighbours stay together, because they share compiled programs.
+
+    >>> [[index for index in range(9) if is_due(index, 9, 3, today)] for today in range(3)]
+    [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    """
+    neighbours = max(1, count // (4 * parts))
+    return today is None or index // neighbours % parts == today % parts
 
 
 def drawn(name: str, values: Sequence[Value], count: int = 1) -> list[Value]:

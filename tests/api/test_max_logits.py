@@ -241,6 +241,7 @@ def test_packed_sequences_with_sharded_heads(axis_type):
         np.testing.assert_allclose(x, want, 1e-5, 1e-6)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("method", "layout", "features"),
     [

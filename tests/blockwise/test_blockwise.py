@@ -75,6 +75,7 @@ def _small_blocks():
         yield
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("everything", "causal", "size_3_65")
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_oracle(name):

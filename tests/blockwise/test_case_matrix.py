@@ -57,6 +57,7 @@ def test_every_case_has_kernels(archs):
         kernels(case)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("case", case_matrix.small_cases(), ids=str)
 def test_the_blockwise_path_matches_the_oracle(case):
     assert_matches_the_oracle(case)

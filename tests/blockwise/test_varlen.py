@@ -35,6 +35,7 @@ CASES = (
 )
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("B4T40S50N4K2H16v16-float32-bottom_right-softcap-packed-2segments")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_oracle(case):

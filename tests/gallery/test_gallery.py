@@ -34,6 +34,7 @@ def check(name: str, shape: Shape, head_dim: int, implementation: Any) -> None:
             assert error.ours <= error.limit, (dtype, result, error)
 
 
+@pytest.mark.rotating(3)
 @names
 def test_results_and_gradients(name):
     check(name, CPU, 16, "xla")
@@ -51,6 +52,7 @@ def test_there_are_fourteen_and_each_has_a_definition():
     assert set(ENTRIES) == {*definitions.SCORES, *definitions.MASKS}
 
 
+@pytest.mark.rotating(3)
 @names
 def test_masks_are_their_definition(name):
     entry = ENTRIES[name]

@@ -106,6 +106,7 @@ def unsharded(door: str) -> Any:
     return jax.jit(value_and_gradients(layer))(layer.parameters, X, BIAS, MASK)
 
 
+@pytest.mark.rotating(3)
 @auto_and_explicit
 @pytest.mark.parametrize("door", DOORS)
 def test_layers_over_a_mesh(door, axis_type):
@@ -159,6 +160,7 @@ def heads_of(*batch: int) -> list[np.ndarray]:
     return [random(seed, *batch, ROWS, HEADS, HEAD_DIM) for seed in (4, 5, 6)]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "batch, spec",
     [

@@ -79,6 +79,7 @@ CASES = {
 }
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("all")
 @pytest.mark.parametrize("name", CASES)
 def test_output_residual_and_gradients(name, assert_close):

@@ -60,6 +60,7 @@ def unsharded(case):
     return function(*arrays())
 
 
+@pytest.mark.rotating(3)
 @auto_and_explicit
 @pytest.mark.parametrize(
     ("case", "spec"),

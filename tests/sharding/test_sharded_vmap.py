@@ -94,6 +94,7 @@ def test_explicit_axes_of_a_mapped_dim_are_an_error():
     assert jax.eval_shape(local, queries).shape == queries.shape
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("sharded", ["vmap", "batch"])
 @at(
     "mapped, bias_elements, devices",

@@ -116,6 +116,7 @@ def names_of(function: Any, *arguments: Any) -> list[str]:
 every_gradient = gradients_of(everything)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("value-lengths")
 @pytest.mark.parametrize(
     "names",

@@ -79,6 +79,7 @@ def tiles(mask: Mask, tile: BlockMask, offsets: Offsets | None = None) -> np.nda
     return np.broadcast_to(found, (B, N, *found.shape[2:]))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", MASKS)
 def test_the_results_of_the_mask(name, assert_close):
     mask = MASKS[name]
@@ -88,6 +89,7 @@ def test_the_results_of_the_mask(name, assert_close):
     assert_close(gradients(blocked), gradients(mask), 1e-6)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("function-128-128")
 @pytest.mark.parametrize(("query", "key"), [(64, 64), (128, 128), (64, 96), (32, 16), (192, 80)])
 @pytest.mark.parametrize("name", MASKS)
@@ -175,6 +177,7 @@ def test_vmap(assert_close):
     assert_close(got, want, 1e-6)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
     "spec", [P("a", None, "b"), P(None, ("a", "b")), P(None, "a")], ids=["heads", "rows", "2 rows"]

@@ -224,6 +224,7 @@ def exact(case: Case | Tiles) -> Any:
         return jax.tree.map(np.asarray, want(arrays))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
 @pytest.mark.usefixtures("lowered")
 def test_emulated_kernels(arch, case, machine, assert_close):

@@ -85,6 +85,7 @@ def may_end_xla(program):
     )
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("seed", range(COUNT // 8))
 def test_elements_lie_within_bounds(seed):
     """Every value of random programs, with infinities, NaN, and sums that overflow."""

@@ -94,6 +94,7 @@ FUNCTIONS = {
 """Functions, and how many tiles more than needed are undecided."""
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_ranges_decide_tiles_of_common_masks(name):
     function, missed = FUNCTIONS[name]
