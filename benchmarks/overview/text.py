@@ -36,13 +36,12 @@ def text(rows: Sequence[Row], picture: str) -> str:
 
 
 def _groups(rows: Sequence[Row]) -> str:
-    several = len({row.device for row in rows}) > 1
     header = ["speed of ours / fastest peer"]
     for direction in DIRECTIONS:
         header += [plots.TITLES[direction].lower(), "least", "slower"]
     lines = []
     for row in rows:
-        line = [f"{row.title} ({row.device})" if several else row.title]
+        line = [_named(row.title, row, rows)]
         for direction in DIRECTIONS:
             own = row.of(direction)
             if own:
@@ -55,22 +54,27 @@ def _groups(rows: Sequence[Row]) -> str:
     return table([*header, "measured"], lines)
 
 
+def _named(name: str, row: Row, rows: Sequence[Row]) -> str:
+    """The name with the device of its row, if there are several devices."""
+    several = len({row.device for row in rows}) > 1
+    return f"{name} ({row.device})" if several else name
+
+
 def _peers(rows: Sequence[Row]) -> str:
     """A line for each set of peers, because not every peer was measured in every group."""
     titles: dict[frozenset[str], list[str]] = {}
     for row in rows:
-        titles.setdefault(frozenset(row.peers), []).append(row.title)
+        titles.setdefault(frozenset(row.peers), []).append(_named(row.title, row, rows))
     lines = [f"- {', '.join(sorted(peers))}: {'; '.join(own)}" for peers, own in titles.items()]
     return "\n".join(["The peers that have figures:\n", *lines])
 
 
 def _losses(rows: Sequence[Row]) -> str:
     """The slowest first."""
-    several = len({row.device for row in rows}) > 1
     found = [(cell, row) for row in rows for cell in row.cells if cell.is_slower]
     lines = [
         [
-            f"{cell.name} ({row.device})" if several else cell.name,
+            _named(cell.name, row, rows),
             plots.TITLES[cell.direction].lower(),
             f"{cell.ratio:.2f}",
             cell.peer,
