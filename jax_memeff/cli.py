@@ -1,7 +1,7 @@
 """``python -m jax_memeff doctor | info | kernels | explain | build``; none of them needs a GPU.
 
-Exit codes: 0 done, 1 no kernel fits, a kernel does not compile or something is broken, 2 wrong
-arguments, 130 interrupted.
+Exit codes: 0 done, 1 no kernel fits, a kernel does not compile, output cannot be written or
+something is broken, 2 wrong arguments, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_memeff import config
-from jax_memeff._command import archives, argument_types, tables, tiles
+from jax_memeff._command import archives, argument_types, output, tables, tiles
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
@@ -53,15 +54,22 @@ _NO_ARCH = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = _parser()
-    options = parser.parse_args(arguments)
-    out = Console(highlight=False)
+    out = Console(file=cast("TextIO", output.Output(sys.stdout)), highlight=False)
     if not out.is_terminal:  # a file gets whole lines, which a terminal's width would cut
         out.width = _FILE_WIDTH
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
+        options = parser.parse_args(arguments)
         return options.command(options, out)
     except ValueError as error:
         parser.error(str(error))
+    except BrokenPipeError:  # of --help; rich treats those of commands alike
+        output.discard()
+        return 1
+    except output.OutputError as error:
+        output.discard()
+        errors.print(str(error), style="red", markup=False)
+        return 1
     except (CompileError, UnsupportedError) as error:
         errors.print(str(error), style="red", markup=False)
         return 1
@@ -303,7 +311,7 @@ def _package_version() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = output.Parser(
         prog="python -m jax_memeff",
         description="The kernels of jax_memeff: list them, explain a choice, compile them.",
     )

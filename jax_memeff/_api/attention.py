@@ -122,7 +122,8 @@ def dot_product_attention(
         sinks: ``[N]`` in float32 or query's dtype: a logit for each head that takes part in the
             softmax and has no value (gpt-oss; "attention sinks", https://arxiv.org/abs/2309.17453).
             The logsumexp contains it; a row without keys gives 0 and the sink as logsumexp. -inf is
-            no sink. It is differentiable; soft cap, bias, masks and dropout do not change it.
+            no sink, and inf takes the whole row: the output is 0, and so are gradients of the keys.
+            It is differentiable; soft cap, bias, masks and dropout do not change it.
         dropout_rate: A static number in [0, 1), realised as the nearest multiple of 1/256, which
             :func:`jax_memeff.dropout.realised_rate` returns.
         dropout_key: A key of ``jax.random.key`` or ``jax.random.PRNGKey``. The same key drops the

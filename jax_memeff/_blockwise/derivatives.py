@@ -122,7 +122,8 @@ def _sums_of(
         else:
             total, weighted = _row_sums_varlen(call, options, fixed)
         if call.sinks is not None:
-            total = total + sinks.probabilities(call, options, fixed)
+            # A sink of 1e9 or inf has a derivative, although its keys have none.
+            total = total + sinks.probabilities(call, options, lse)
         return total, weighted
 
     return sums, primals

@@ -62,10 +62,22 @@ def of_rows(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | boo
 
 
 def probabilities(operands: Any, options: Options, lse: jax.Array) -> jax.Array:
-    """exp(sink - lse), [B, T, N]: the part of each row that its sink takes."""
+    """exp(sink - lse), [B, T, N]: the part of each row that its sink takes; 1 if both are inf."""
     sinks, _ = of_rows(operands, options)
     # Rows beyond the lengths have a logsumexp of -inf.
-    return jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - jnp.where(lse == -jnp.inf, 0, lse)))
+    is_empty = lse == -jnp.inf
+    return jnp.where(is_empty, 0, jnp.exp(_distance(sinks, jnp.where(is_empty, 0, lse))))
+
+
+@jax.custom_jvp
+def _distance(sinks: jax.Array, lse: jax.Array) -> jax.Array:
+    """sinks - lse, and 0 with the same derivatives if both are inf."""
+    return jnp.where((sinks == jnp.inf) & (lse == jnp.inf), 0, sinks - lse)
+
+
+@_distance.defjvp
+def _of_distance(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _distance(*primals), tangents[0] - tangents[1]
 
 
 def gradient(operands: Any, options: Options, lse: jax.Array, delta: jax.Array) -> jax.Array:

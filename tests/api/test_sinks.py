@@ -108,6 +108,33 @@ def test_sinks_far_beyond_the_scores_do_not_overflow():
     np.testing.assert_array_equal(lse[:, :, 1], plain_lse[:, :, 1])
 
 
+@pytest.mark.parametrize("bias", [None, ROW_BIAS], ids=["plain", "row_bias"])
+def test_a_sink_of_infinity_is_the_limit_of_large_ones(bias, assert_close):
+    """It takes the whole row: the keys have no gradient, and it has that of the logsumexp."""
+    out, lse = dot_product_attention(
+        QUERY, KEY, VALUE, sinks=jnp.full(N, jnp.inf), return_residual=True
+    )
+    assert not out.any() and (lse == np.inf).all()
+
+    def loss(query, key, value, sinks):
+        out, lse = dot_product_attention(query, key, value, bias, sinks=sinks, return_residual=True)
+        return jnp.vdot(out, COTANGENTS[0]) + jnp.vdot(lse, COTANGENTS[1])
+
+    @jax.jit
+    def derivatives(sinks):
+        arrays = (QUERY, KEY, VALUE, sinks)
+        tangents = QUERY, KEY, VALUE, jnp.ones(N)
+        gradient = jax.grad(loss, (0, 1, 2, 3))
+        with jax_memeff.forward_mode():
+            tangent = jax.jvp(loss, arrays, tangents)[1]
+        return gradient(*arrays), tangent, jax.jvp(gradient, arrays, tangents)[1]
+
+    large, *others = (derivatives(jnp.array([sink, -np.inf, 3, 0])) for sink in (1e3, 1e9, np.inf))
+    for found in others:
+        assert_close(found, large, 1e-5)
+    np.testing.assert_allclose(large[0][3][0], COTANGENTS[1][..., 0].sum(), rtol=1e-5)
+
+
 def test_dropout_leaves_the_sinks(assert_close):
     """Sinks take part in the softmax; kept probabilities are scaled by 1 / (1 - rate)."""
     features: Any = {"dropout_rate": 0.5, "dropout_key": jax.random.key(3), "return_residual": True}

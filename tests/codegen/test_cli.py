@@ -36,6 +36,27 @@ def test_kernels_writes_the_golden_file():
     assert done.stdout == (GOLDEN / "kernels_sm_80.txt").read_text()
 
 
+@pytest.mark.parametrize("arguments", ["kernels --arch sm_80", "--help"])
+@pytest.mark.parametrize(
+    ("stdout", "said"),
+    [
+        (">/dev/full", "cannot write to standard output: No space left on device"),
+        (">&-", "standard output is closed"),
+        ("| true", ""),
+    ],
+)
+def test_output_that_cannot_be_written_is_an_error(arguments, stdout, said):
+    command = f"{sys.executable} -m jax_memeff {arguments}"
+    done = subprocess.run(
+        ["bash", "-c", f'{command} {stdout}; exit "${{PIPESTATUS[0]}}"'],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == bool(said)  # no traceback, not even at exit
+    assert done.stderr.startswith(said)
+
+
 def test_info_shows_the_toolchain(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_90a")
     code, out = run(capsys, "info")

@@ -111,6 +111,32 @@ def test_float32_rows_of_any_size(run, machine):
     wide_range.assert_matches(run.case, out)
 
 
+@dataclasses.dataclass(frozen=True)
+class HugeSink(Case):
+    """The first head has a sink that takes the whole row. Its gradient is that of the logsumexp."""
+
+    sinks: bool = True
+    sink: float = 1e9
+
+    def draw_sinks(self, rng: np.random.Generator) -> Any:
+        sinks = super().draw_sinks(rng)
+        sinks[0, 0] = self.sink
+        return sinks
+
+
+def test_a_sink_of_infinity_is_the_limit_of_huge_ones(machine):
+    case = HugeSink(B=2, T=70, S=90, N=4, K=2, lengths=((70, 90), (33, 0)))
+    infinite = dataclasses.replace(case, sink=np.inf)
+    found, in_the_limit = (
+        machine.submit(results, Run(each)).result(timeout=600) for each in (case, infinite)
+    )
+    assert_results_match(case, found)
+    (out, _), gradients = found
+    (out_in_the_limit, _), others = in_the_limit
+    np.testing.assert_array_equal(out_in_the_limit, out)
+    jax.tree.map(np.testing.assert_array_equal, others, gradients)
+
+
 def error_on_another_device(run, arch):
     """The error of a program that was compiled for another machine. Runs in the process of
     ``machine``.

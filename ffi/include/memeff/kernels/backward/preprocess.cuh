@@ -132,12 +132,12 @@ struct FmhaBackwardPreprocess {
       // The logsumexp contains this bias, but the scores of the main loop do not.
       if (!empty) logsumexp -= row_bias<Config>(params.bias, item.batch, item.head, row);
     }
-    if (!empty && params.logsumexp_gradient != nullptr) {
+    if (valid && params.logsumexp_gradient != nullptr) {
       delta -= params.logsumexp_gradient[source];
     }
     if constexpr (Config::kSinks) {
       float* const deltas = static_cast<float*>(feature_array(params, Config::kDeltaArray).data);
-      if (valid) deltas[source] = empty ? 0.0f : delta;
+      if (valid) deltas[source] = delta;  // of an empty row, too: its sink may be 1e9 or inf
     }
     Tiles::Statistics::store(params.row_statistics + tile_index * (2 * Tiles::kTileQuery), i,
                              empty ? infinity() : logsumexp * kLog2e, empty ? 0.0f : delta);
