@@ -129,7 +129,11 @@ def test_the_page_has_all_results_of_the_repository(overview):
                     figures += 1
                     if round(min(others) / own, 2) < 1:
                         losses.append(
-                            (cell["name"], direction.replace("_", " + "), min(others) / own)
+                            (
+                                f"{cell['name']} ({results['device']['name']})",
+                                direction.replace("_", " + "),
+                                min(others) / own,
+                            )
                         )
     text = block()
     assert f": {figures} figures, each beside" in text, "run: benchmarks/report.py RESULTS.json"
