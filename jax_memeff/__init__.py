@@ -1,4 +1,4 @@
-"""Exact attention for JAX with linear memory, on kernels generated for the problem at hand.
+"""Exact attention for JAX in linear memory, with kernels generated for each problem.
 
 Names are imported when they are first used, so that ``jax_memeff.codegen`` and the command line
 start without JAX.

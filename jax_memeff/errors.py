@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 
 class UnsupportedError(Exception):
-    """The library cannot do what was asked for; ``reasons`` says why, one sentence each.
+    """The library does not support the call; ``reasons`` lists why, one sentence each.
 
-    ``summary`` is the first line of the message. By default no kernel fits the call.
+    ``summary`` is the first line of the message; by default it says that no kernel fits.
 
     >>> raise UnsupportedError(["float64 has no kernel", "pass implementation='xla'"])
     Traceback (most recent call last):
@@ -29,11 +29,11 @@ class UnsupportedError(Exception):
 
 
 class CompileError(Exception):
-    """NVRTC refused a generated kernel, or could not be run.
+    """NVRTC rejected a generated kernel, or could not be run.
 
-    ``log`` is the compiler's whole log; ``versions`` maps each part (driver, NVRTC, headers) to
-    its version or, if a part is missing, each place that was searched to its value. The message
-    shows the first error of the log, ``versions``, and what to do.
+    ``log`` is the compiler's full log; ``versions`` maps each part (driver, NVRTC, headers) to its
+    version or, if a part is missing, each place that was searched to its value. The message shows
+    the first error in the log, ``versions``, and what to do.
     """
 
     def __init__(self, log: str, versions: Mapping[str, str], advice: str = ""):

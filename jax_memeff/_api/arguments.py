@@ -26,7 +26,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class CommonArguments(TypedDict, total=False):
-    """The arguments of every attention function beside its arrays, bias and mask."""
+    """The arguments of every attention function besides its arrays, bias and mask."""
 
     scale: float | None
     is_causal: bool
@@ -104,7 +104,7 @@ def _default(kind: Any, name: str) -> Any:
 
 
 def with_defaults(kind: type[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a kind by name.
+    """All arguments of a kind, by name.
 
     Raises:
         TypeError: an argument is not of that kind.

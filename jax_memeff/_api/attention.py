@@ -1,4 +1,4 @@
-"""``dot_product_attention``: the documentation of all arguments, and the checks of its own."""
+"""``dot_product_attention``: it documents all arguments, and checks its own."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Exact attention with memory linear in the sequence lengths.
 
-    Takes the arguments of ``jax.nn.dot_product_attention``, and some more. B is the batch size, T
-    and S are the lengths of query and key, N and K their numbers of heads. In each row of scores::
+    Takes the arguments of ``jax.nn.dot_product_attention``, and more. B is the batch size, T and S
+    are the lengths of query and key, N and K their numbers of heads. In each row of scores::
 
         s   = scale * (q . k)             then, with a soft cap,  s = cap * tanh(s / cap)
         s   = score_mod(s, b, h, q, k)    if there is one
@@ -98,59 +98,60 @@ def dot_product_attention(
             Query, key and value may all lack B; then the result lacks it, too.
         bias: Added to the scaled scores. Its rank is at most 4; it is left-padded with 1s, and each
             dim is 1 or that of ``[B, N, T, S]``. An element of -inf masks. The gradient has the
-            bias's own shape and dtype. Query's dtype and float32 are read as they are; another
-            float dtype is cast to that of the scores first, which takes memory.
-        mask: A boolean array of the shapes that bias may have, True where an element takes part; or
-            a :class:`jax_memeff.Mask`. Everything that masks is combined by "and".
+            bias's own shape and dtype. A bias in query's dtype or float32 is read as is; any other
+            float dtype is first cast to that of the scores, which takes memory.
+        mask: A boolean array of any shape that bias may have, True where the row attends to the
+            column; or a :class:`jax_memeff.Mask`. All masking arguments are combined by "and".
         scale: A number, ``1/sqrt(H)`` by default. It may be negative. It must be 0, or fit the
-            dtype of the scores: 1.18e-38 to 8.51e+37 in f32. A traced scalar is differentiated. It
+            dtype of the scores: 1.18e-38 to 8.51e+37 in f32. A traced scalar is differentiated; it
             becomes part of ``score_mod``, with the same requirements.
         is_causal: Row t attends to columns ``s <= t``. ``Mask.causal("bottom_right")`` aligns the
             last row with the last column instead.
-        query_seq_lengths: ``[B]`` integers (or one, without B): rows beyond give 0.
-        key_value_seq_lengths: ``[B]`` integers (or one, without B): columns beyond take no part.
-            Nothing beyond the lengths, NaN included, reaches a result.
+        query_seq_lengths: ``[B]`` integers (or one, without B): rows beyond the length give 0.
+        key_value_seq_lengths: ``[B]`` integers (or one, without B): columns beyond the length are
+            masked. Nothing beyond the lengths, NaN included, affects a result.
         local_window_size: ``(left, right)``: row t attends to ``t - left <= s <= t + right``. One
             number sets both.
         logits_soft_cap: A static number > 0. It must fit the dtype of the scores: 1.18e-38 to
             1.01e+31 in f32; ``scale / logits_soft_cap`` must fit, too.
-        score_mod: An ordinary JAX function of the score and its batch index, query head, row and
-            column, which are scalars (float32, f64 for f64 inputs, and int32), to the new score:
-            ``lambda s, b, h, q, k: s + slopes[h] * (k - q)``. It may read elements of any arrays in
-            scope, which are differentiated as other arguments are. A result of -inf masks. With
-            ``offsets`` the indices are those of the whole problem. See the guide on functions.
+        score_mod: An ordinary JAX function that maps the score (float32, or float64 for float64
+            inputs) and its batch index, query head, row and column (int32), all scalars, to the new
+            score: ``lambda s, b, h, q, k: s + slopes[h] * (k - q)``. It may read elements of any
+            arrays in scope, which are differentiated like other arguments. A result of -inf masks.
+            With ``offsets`` the indices are those of the whole problem. See the guide on functions.
         sinks: ``[N]`` in float32 or query's dtype: a logit for each head that takes part in the
             softmax and has no value (gpt-oss; "attention sinks", https://arxiv.org/abs/2309.17453).
-            The logsumexp contains it; a row without keys gives 0 and the sink as logsumexp. -inf is
-            no sink, and inf takes the whole row: the output is 0, and so are gradients of the keys.
+            The logsumexp includes it; a row without keys gives 0, with the sink as logsumexp. -inf
+            means no sink, and inf takes the whole row: the output and the gradients of keys are 0.
             It is differentiable; soft cap, bias, masks and dropout do not change it.
-        dropout_rate: A static number in [0, 1), realised as the nearest multiple of 1/256, which
+        dropout_rate: A static number in [0, 1), rounded to the nearest multiple of 1/256, which
             :func:`jax_memeff.dropout.realised_rate` returns.
         dropout_key: A key of ``jax.random.key`` or ``jax.random.PRNGKey``. The same key drops the
             same elements on every platform, tiling and sharding of the call.
         offsets: The place of these arrays in a larger problem, for windows and dropout: see
             :class:`jax_memeff.Offsets`.
-        precision: How CUDA kernels multiply f32 inputs: by 3xTF32 or 3xFP16 for None, ``"high"``
-            and ``"highest"`` (or the members of ``jax.lax.Precision``), by TF32 for ``"default"``.
+        precision: How CUDA kernels multiply f32 inputs: with 3xTF32 or 3xFP16 for None, ``"high"``
+            and ``"highest"`` (or the members of ``jax.lax.Precision``), with TF32 for
+            ``"default"``.
         deterministic_backward: Every gradient is bit-equal from run to run. The output always is,
             and so are the gradients of key and value if N == K.
         value_dim: Hv if ``value`` is None, a Python integer. The columns are copied;
             :func:`jax_memeff.paged_attention` reads them in place.
         return_residual: Also return the logsumexp, which is differentiable.
-        return_max_logits: Also return the largest valid score ``s`` of each head, as QK-clip needs
-            it (Kimi K2, https://arxiv.org/abs/2507.20534): after soft cap, bias and masks, before
-            sinks. It is not differentiable.
+        return_max_logits: Also return the largest valid score ``s`` of each head, as used by
+            QK-clip (Kimi K2, https://arxiv.org/abs/2507.20534): after soft cap, bias and masks,
+            before sinks. It is not differentiable.
         implementation: None uses the kernels on CUDA and the blockwise path elsewhere; ``"cuda"``
-            insists on the kernels; ``"xla"`` is the blockwise path everywhere.
-        residual_checkpoint_name: The name of output and logsumexp for the policies of
-            ``jax.checkpoint``. A policy that saves it spares the backward a second forward.
-            By default the names are ``jax_memeff_out`` and ``jax_memeff_lse``, and a policy has to
-            save both. :func:`jax.ad_checkpoint.checkpoint_name` of the result does not do this: the
-            array that it names is not the one that the backward reads.
+            requires the kernels; ``"xla"`` selects the blockwise path everywhere.
+        residual_checkpoint_name: The name of output and logsumexp for policies of
+            ``jax.checkpoint``. With a policy that saves it, the backward does not run the forward
+            again. By default the names are ``jax_memeff_out`` and ``jax_memeff_lse``, and a policy
+            must save both. Applying :func:`jax.ad_checkpoint.checkpoint_name` to the result does
+            not help: the array that it names is not the one that the backward reads.
 
     Returns:
-        The output ``[B, T, N, Hv]`` in query's dtype. It is the first of a tuple if more is asked
-        for: with ``return_residual`` the logsumexp ``[B, T, N]`` follows, and then with
+        The output ``[B, T, N, Hv]`` in query's dtype. If more is requested, it is the first element
+        of a tuple: with ``return_residual`` the logsumexp ``[B, T, N]`` follows, and then with
         ``return_max_logits`` the largest scores ``[B, N]``, both in f32 (f64 for f64 inputs). A row
         that attends to nothing has output 0, logsumexp -inf, and gradients 0; a head without a
         valid score has -inf.
@@ -158,23 +159,23 @@ def dot_product_attention(
     Raises:
         ValueError: A shape, a static value, or a value of a NumPy array is wrong.
         TypeError: A dtype is wrong, or a value that must be static is traced.
-        jax_memeff.UnsupportedError: No CUDA kernel does what is asked for; the text says why.
-            Nothing falls back silently: ``implementation="xla"`` does everything.
+        jax_memeff.UnsupportedError: No CUDA kernel supports the call; the message says why. Nothing
+            falls back silently: ``implementation="xla"`` supports everything.
 
     Values of device arrays do not raise: lengths are clamped to [0, T] and [0, S].
     :func:`jax_memeff.check` reports them.
 
-    Differences from ``jax.nn.dot_product_attention``, on purpose: a row without keys gives 0, not
-    the mean of the values; the residual is f32 and differentiable; garbage beyond the lengths never
-    shows; Hv is free; lengths may be of any integer dtype; bias and mask are left-padded to rank 4;
-    ``implementation="cudnn"`` is an error.
+    Intended differences from ``jax.nn.dot_product_attention``: a row without keys gives 0, not the
+    mean of the values; the residual is f32 and differentiable; garbage beyond the lengths never
+    affects a result; Hv may differ from H; lengths may have any integer dtype; bias and mask are
+    left-padded to rank 4; ``implementation="cudnn"`` raises an error.
 
     >>> import jax, jax.numpy as jnp, jax_memeff
     >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 128, 8, 64))
     >>> out = jax_memeff.dot_product_attention(query, key, value, is_causal=True)
     >>> out.shape, out.dtype
     ((2, 128, 8, 64), dtype('float32'))
-    >>> bool(jnp.allclose(out[:, 0], value[:, 0]))  # the first row sees the first column only
+    >>> bool(jnp.allclose(out[:, 0], value[:, 0]))  # the first row attends to column 0 only
     True
     """
     with_residual = flag("return_residual", return_residual)
@@ -200,7 +201,7 @@ def prepare(
     value_dim: Any = None,
     **arguments: Unpack[PaddedArguments],
 ) -> Call[Operands]:
-    """Check the arguments of ``dot_product_attention`` and bring them into canonical form.
+    """Check the arguments of ``dot_product_attention`` and convert them to canonical form.
 
     Raises:
         ValueError, TypeError: as ``dot_product_attention`` says.

@@ -33,7 +33,7 @@ class Call(NamedTuple, Generic[AnyOperands]):
     """Whether the user's arrays had a batch dim."""
 
     def run(self, with_residual: bool, with_max_logits: bool = False) -> Any:
-        """The output; or a tuple of it, the logsumexp and the largest logits, as asked for."""
+        """The output; or a tuple of it, the logsumexp and the largest logits, as requested."""
         options = dataclasses.replace(self.options, row_maxima=with_max_logits)
         found = explicit.on_shards(vjp.attention, self.operands, options)
         largest = functools.partial(max_logits.of_heads, operands=self.operands)
@@ -46,11 +46,11 @@ def results(
     batched: bool,
     largest: Callable[[jax.Array], jax.Array],
 ) -> Any:
-    """The result of a public function: the output, or a tuple of it and what else is asked for.
+    """The result of a public function: the output, or a tuple of it and what else is requested.
 
     Args:
-        found: out, lse, and row maxima if they are asked for; with a batch dim.
-        with_residual: whether lse is asked for.
+        found: out, lse, and row maxima if they are asked for; with a batch dim. with_residual:
+            whether lse is asked for.
         batched: whether the user's arrays had a batch dim.
         largest: computes the largest logits from the row maxima.
     """
@@ -60,7 +60,7 @@ def results(
 
 
 class Common(NamedTuple):
-    """The parts of a call that all public functions make in the same way."""
+    """The parts of a call that all public functions build in the same way."""
 
     options: Options
     mask: Mask

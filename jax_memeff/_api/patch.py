@@ -69,30 +69,29 @@ class JaxNNPatch:
 
 
 def patch_jax_nn() -> JaxNNPatch:
-    """Replace ``jax.nn.dot_product_attention`` by this library's, for libraries that call it.
+    """Replace ``jax.nn.dot_product_attention`` with this library's, for libraries that call it.
 
     Keras, Flax's nnx and others call ``jax.nn`` themselves. After this call they run on
     :func:`jax_memeff.dot_product_attention`, in every thread of the process, until ``undo()`` or
     the end of the ``with`` block. Patches may be nested: the last one to end restores ``jax.nn``.
-    ``jax.jit`` traces functions again that it traced without the patch.
+    ``jax.jit`` retraces functions that it traced without the patch.
 
     - ``implementation`` ``None``, ``"xla"`` and ``"cudnn"`` all become ``None``: the kernels on
-      CUDA, the blockwise path elsewhere. The caller chooses between two implementations of jax.nn,
-      neither of which runs now, and libraries often choose without asking their user. To insist on
-      the blockwise path, call :func:`jax_memeff.dot_product_attention` with ``"xla"``.
+      CUDA, the blockwise path elsewhere. Callers mean one of jax.nn's two implementations, neither
+      of which runs now, and libraries often choose without asking the user. To force the blockwise
+      path, call :func:`jax_memeff.dot_product_attention` with ``"xla"``.
     - float64 runs on the blockwise path everywhere, because no kernel supports it.
-    - jax.nn keeps the calls that only jax.nn supports: a ``scale`` that is traced or not one finite
-      number, a window that is traced or negative, dtypes that this library lacks, and arguments
-      that a later jax adds.
+    - jax.nn still serves the calls that only it supports: a ``scale`` that is traced or not one
+      finite number, a window that is traced or negative, dtypes that this library lacks, and
+      arguments that a later jax may add.
     - Everything else is as in :func:`jax_memeff.dot_product_attention`: a row that may attend to
       nothing gives 0, forward mode needs :func:`jax_memeff.forward_mode`, and shardings that would
       gather operands raise.
 
-    The logger ``jax_memeff`` reports each line of code that calls the function once, as a warning
-    so that it is visible by default: whether this library took the call, or why it left it to
-    jax.nn.
+    The logger ``jax_memeff`` reports each call site once, as a warning so that it is visible by
+    default: whether this library took the call, or why it left it to jax.nn.
 
-    Code that holds the function itself is not affected: a module that ran
+    Code that already holds the original function is unaffected: a module that ran
     ``from jax.nn import dot_product_attention``, or a default argument that was evaluated, before
     the patch. Patch first, and import such modules afterwards.
 

@@ -1,4 +1,4 @@
-"""Self-attention whose query, key and value are one array, as one projection makes them."""
+"""Self-attention whose query, key and value are one array, as a fused projection produces it."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def dot_product_attention_packed(
 ) -> jax.Array | tuple[jax.Array, ...]:
     """:func:`jax_memeff.dot_product_attention` of ``qkv[:, :, 0]``, ``[:, :, 1]``, ``[:, :, 2]``.
 
-    The kernels read query, key and value where they are, and write the gradient as one array of
-    qkv's shape: nothing is sliced, and nothing is concatenated.
+    The kernels read query, key and value in place, and write the gradient as one array of qkv's
+    shape: nothing is sliced or concatenated.
 
     Args:
-        qkv: ``[B, T, 3, N, H]`` in float16, bfloat16, float32 or float64; B may be missing. One
-            projection makes it: ``x @ w`` with a weight of ``3 * N * H`` columns, reshaped.
+        qkv: ``[B, T, 3, N, H]`` in float16, bfloat16, float32 or float64; B may be missing. A fused
+            projection produces it: ``x @ w`` with a weight of ``3 * N * H`` columns, reshaped.
         bias: As in ``dot_product_attention`` with S = T, like all other arguments.
         mask: Likewise.
         return_residual: Likewise.
@@ -82,7 +82,7 @@ def dot_product_attention_packed(
     Raises:
         ValueError: A shape, a static value, or a value of a NumPy array is wrong.
         TypeError: A dtype is wrong, or a value that must be static is traced.
-        jax_memeff.UnsupportedError: No CUDA kernel does what is asked for; the text says why.
+        jax_memeff.UnsupportedError: No CUDA kernel supports the call; the message says why.
 
     >>> import jax, jax.numpy as jnp, jax_memeff
     >>> qkv = jax.random.normal(jax.random.key(0), (2, 128, 3, 8, 64))
@@ -109,7 +109,7 @@ def prepare(
     mask: Any,
     **arguments: Unpack[PaddedArguments],
 ) -> Call[QkvPackedOperands]:
-    """Check the arguments of ``dot_product_attention_packed`` and bring them into canonical form.
+    """Check the arguments of ``dot_product_attention_packed`` and convert them to canonical form.
 
     Raises:
         ValueError, TypeError: as ``dot_product_attention_packed`` says.

@@ -99,11 +99,12 @@ def ring_attention(
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Exact attention over a sequence that is sharded over a mesh axis; call it in ``shard_map``.
 
-    Every device has a part of the queries and the same part of the keys and values. Keys and values
-    travel from device to device while the device computes on those it has; the logsumexp merges the
-    results, and in the backward the gradients of key and value travel with them. Output, logsumexp
-    and gradients are those of :func:`jax_memeff.dot_product_attention` on one device, up to
-    rounding, and dropout drops the same elements. No device ever has the whole sequence.
+    Every device has a part of the queries and the corresponding part of the keys and values. Keys
+    and values travel from device to device while each device computes with those it has; results
+    are merged by their logsumexps. In the backward, the gradients of key and value travel with
+    them. Output, logsumexp and gradients are those of :func:`jax_memeff.dot_product_attention` on
+    one device, up to rounding, and dropout drops the same elements. No device ever has the whole
+    sequence.
 
     T and S are local lengths. The global ones are n * T and n * S, where n is the size of the axis.
 
@@ -114,12 +115,12 @@ def ring_attention(
         bias: Its rank is at most 4; it is left-padded with 1s, and each dim is 1 or that of
             ``[B, N, T, n * S]``: the rows of this device in its order, and the columns of all
             devices in natural order. Its gradient has the same shape.
-        mask: A boolean array of the shapes that bias may have, or a :class:`jax_memeff.Mask`:
+        mask: A boolean array of any shape that bias may have, or a :class:`jax_memeff.Mask`:
             windows and lengths are global, segment ids ``[B, T]`` and ``[B, S]`` belong to the rows
-            and columns of this device, boolean arrays have the shapes of bias.
+            and columns of this device, boolean arrays have the same shapes as bias.
         axis_name: The mesh axis (or a tuple of axes) that the sequence is sharded over.
         layout: ``"contiguous"``: device r has the r-th part of the sequence. ``"zigzag"``: the
-            layout of :func:`jax_memeff.zigzag`, in which a causal mask gives all devices the same
+            layout of :func:`jax_memeff.zigzag`, in which a causal mask gives all devices equal
             work.
         method: ``"ring"``; ``"all_gather"``: every device gathers keys and values first, with fewer
             and larger transfers and kernels, and memory for the keys and values of the whole
@@ -130,25 +131,25 @@ def ring_attention(
         other arguments: As in ``dot_product_attention``, except:
 
             - ``is_causal`` and ``local_window_size`` count positions of the whole sequence, in
-              natural order. A product of a part of the queries and a part of the keys is not
-              computed if it is masked as a whole, and keys that no device needs are not sent.
+              natural order. A product of a part of the queries and a part of the keys is skipped if
+              it is fully masked, and keys that no device needs are not sent.
             - ``query_seq_lengths`` and ``key_value_seq_lengths`` are ``[B]`` global lengths, the
               same on all devices.
             - ``score_mod`` and ``Mask.function`` get positions of the whole sequence, in natural
               order, and read the same arrays on every device.
-            - ``offsets`` place the batch and the heads of this device, for dropout, if these are
+            - ``offsets`` locate the batch and the heads of this device, for dropout, if these are
               sharded too. The ring sets the positions: ``query`` and ``key`` must be 0.
-            - ``dropout_key`` is the same on all devices. With dropout T and S, in zigzag layout
-              their halves, must be multiples of 16, except with ``"all_to_all"``.
+            - ``dropout_key`` is the same on all devices. With dropout, T and S (in zigzag layout,
+              their halves) must be multiples of 16, except with ``"all_to_all"``.
 
     Returns:
         This device's rows of the output, ``[B, T, N, Hv]`` in query's dtype; with
-        ``return_residual`` or ``return_max_logits`` a tuple of it, the logsumexp ``[B, T, N]`` and
+        ``return_residual`` or ``return_max_logits``, a tuple of it, the logsumexp ``[B, T, N]`` and
         the largest scores ``[B, N]``, both in f32 (f64 for f64).
 
     Raises:
-        ValueError: The axis is not bound, local lengths do not suit the layout, or as
-            ``dot_product_attention`` says; a bottom-right window together with lengths is refused.
+        ValueError: The axis is not bound, local lengths do not fit the layout, a bottom-right
+            window is combined with lengths, or as ``dot_product_attention`` says.
         TypeError, jax_memeff.UnsupportedError: as ``dot_product_attention`` says.
 
     Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite

@@ -1,4 +1,4 @@
-"""Attention of packed sequences: no padding, any lengths."""
+"""Attention over packed sequences: no padding, any lengths."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def varlen_attention(
     return_max_logits: bool = False,
     **arguments: Unpack[CommonArguments],
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Exact attention of B packed sequences, which follow one another without padding.
+    """Exact attention over B packed sequences, stored back to back without padding.
 
-    Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` (excluded) and the
-    keys ``cu_seqlens_k[i]`` to ``cu_seqlens_k[i + 1]``, and attends to itself only. Its results are
+    Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` (exclusive) and the
+    keys ``cu_seqlens_k[i]`` to ``cu_seqlens_k[i + 1]``, and attends only to itself. Its results are
     those of batch index i of :func:`jax_memeff.dot_product_attention` with these lengths, and every
-    other argument means the same as there. So windows, causal masks, bias and dropout count
+    other argument means the same as there. Thus windows, causal masks, bias and dropout count
     positions within the sequence; the dropout bits are those of the padded call; and a
     ``"bottom_right"`` mask ends at the sequence's own last row and column.
 
@@ -102,10 +102,10 @@ def varlen_attention(
         value: ``[total_k, K, Hv]`` of query's dtype.
         cu_seqlens_q: ``[B + 1]`` integers, which may be traced. Tokens before the first, after the
             last, and past the first ``max_seqlen_q`` of a sequence belong to no sequence: they have
-            output 0, logsumexp -inf and gradients 0, and nothing in them, NaN included, reaches a
+            output 0, logsumexp -inf and gradients 0, and nothing in them, NaN included, affects a
             result. A sequence may be empty.
         cu_seqlens_k: ``[B + 1]`` integers, likewise.
-        max_seqlen_q: A Python integer. Memory does not depend on it; time does a little.
+        max_seqlen_q: A Python integer. Memory does not depend on it; run time does, slightly.
         max_seqlen_k: A Python integer, likewise.
         bias: As in ``dot_product_attention``, but T is ``max_seqlen_q`` and S is ``max_seqlen_k``.
         mask: Likewise, with the same B, T and S; lengths of a ``Mask`` shorten the sequences, and
@@ -113,19 +113,19 @@ def varlen_attention(
         return_residual: As in ``dot_product_attention``.
         return_max_logits: Likewise, of each sequence.
         other arguments: Likewise. The rows and columns of ``offsets`` count within every sequence;
-            An array ``[B]`` has one for each sequence.
+            an array ``[B]`` has one entry per sequence.
 
     Returns:
         The output ``[total_q, N, Hv]`` in query's dtype. The logsumexp ``[total_q, N]`` and the
-        largest scores ``[B, N]`` follow if asked for, in f32 (f64 for f64 inputs).
+        largest scores ``[B, N]`` follow if requested, in f32 (f64 for f64 inputs).
 
     Raises:
         ValueError: A shape, a static value, or a value of a NumPy array is wrong.
         TypeError: A dtype is wrong, or a value that must be static is traced.
-        jax_memeff.UnsupportedError: No CUDA kernel does what is asked for; the text says why.
+        jax_memeff.UnsupportedError: No CUDA kernel supports the call; the message says why.
 
     Values of device arrays do not raise. ``cu_seqlens_*`` are clamped to the number of tokens, and
-    a value below an earlier one counts as that one, so that sequences never overlap.
+    a value below an earlier one is raised to it, so that sequences never overlap.
     :func:`jax_memeff.check` reports such values.
 
     >>> import jax, jax.numpy as jnp, jax_memeff
@@ -134,7 +134,7 @@ def varlen_attention(
     >>> out = jax_memeff.varlen_attention(query, key, value, starts, starts, 6, 6, is_causal=True)
     >>> out.shape, float(jnp.abs(out[9]).max())
     ((10, 4, 32), 0.0)
-    >>> bool(jnp.allclose(out[3], value[3]))  # the first row of a sequence sees its first column
+    >>> bool(jnp.allclose(out[3], value[3]))  # a sequence's first row attends to its column 0
     True
     """
     with_residual = flag("return_residual", return_residual)
@@ -166,7 +166,7 @@ def prepare(
     mask: Any,
     **arguments: Unpack[CommonArguments],
 ) -> Call[Operands]:
-    """Check the arguments of ``varlen_attention`` and bring them into canonical form.
+    """Check the arguments of ``varlen_attention`` and convert them to canonical form.
 
     Raises:
         ValueError, TypeError: as ``varlen_attention`` says.

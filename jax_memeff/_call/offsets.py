@@ -42,15 +42,15 @@ class Offsets:
     A call with the offsets of its arrays computes exactly its part of the unsharded result: windows
     use global rows and columns, and the dropout bits are those of the global element.
     Every field is an ``int`` or an integer scalar array, which may be traced;
-    ``query`` and ``key`` may also be integer arrays ``[B]``, one for each batch index, or for each
-    of the packed sequences: one call can have chunks of several prompts at different positions.
+    ``query`` and ``key`` may also be integer arrays ``[B]``, one entry per batch index or packed
+    sequence: one call can have chunks of several prompts at different positions.
 
     Args:
         batch: global index of the first batch index.
         head: global index of the first query head.
-        num_heads: global number of query heads, at least ``head`` and the heads of the call
-            together; None is the number of heads of the call.
-        query: global index of the first query row, at most 2**29; with dropout in the kernels a
+        num_heads: global number of query heads, at least ``head`` plus the heads of the call; None
+            means the heads of the call.
+        query: global index of the first query row, at most 2**29; with dropout in the kernels, a
             multiple of 16. Values of device arrays are clamped to [0, 2**29].
         key: global index of the first key column; likewise.
 
@@ -113,7 +113,7 @@ def checked(value: Any, batch: int, heads: int) -> Offsets | None:
 
 
 def _heads_fit(known: dict[str, int], batch: int, heads: int) -> None:
-    """Check that the call's heads are among the global ones, and that uint32 can number these."""
+    """Check that the call's heads are among the global ones, and that uint32 can number them."""
     if "num_heads" not in known:
         return
     first = known.get("head", 0)

@@ -29,7 +29,7 @@ def check(
     mask: ArrayLike | Mask | None = None,
     **arguments: Any,
 ) -> None:
-    """Raise if a call of ``dot_product_attention`` with these arguments has bad values.
+    """Raise if a call to ``dot_product_attention`` with these arguments has bad values.
 
     Takes the arguments of :func:`jax_memeff.dot_product_attention`. If ``cu_seqlens_q`` is among
     them, it takes those of :func:`jax_memeff.varlen_attention`; if ``page_table`` is, those of

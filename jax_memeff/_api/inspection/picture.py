@@ -37,15 +37,15 @@ def picture(
     arch: str | None = None,
     **arguments: Any,
 ) -> Picture:
-    """A picture of the scores of a call: which are valid, what a bias or function makes of them,
-    and which tiles the kernels skip.
+    """A picture of the scores of a call: which are valid, how a bias or function changes them, and
+    which tiles the kernels skip.
 
     Takes the arguments of :func:`jax_memeff.dot_product_attention` and computes no attention.
     :meth:`Mask.show` and :meth:`Mask.plot` draw a mask alone.
 
     Args:
         batch, head: the (batch, head) slice to draw.
-        arch: an architecture such as ``"sm_90a"``: the picture then has the tiles of the forward
+        arch: an architecture such as ``"sm_90a"``: the picture then shows the tiles of the forward
             kernel that this call gets there. None means tiles of 128 x 128.
 
     Returns:

@@ -60,10 +60,10 @@ def append_to_pages(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Write the keys and values of new tokens into the pages of their sequences.
 
-    The new tokens end their sequence: the last token of sequence b goes to position
+    The new tokens are the last of their sequence: the last token of sequence b goes to position
     ``kv_lengths[b] - 1``. XLA writes in place if the pools are donated
-    (``jax.jit(..., donate_argnums=...)``); otherwise it copies them once. No other row of the
-    pools changes.
+    (``jax.jit(..., donate_argnums=...)``); otherwise it copies them once. No other row of the pools
+    changes.
 
     Args:
         key_pages: ``[pages, page_size, K, H]``, as in :func:`jax_memeff.paged_attention`.
@@ -73,9 +73,9 @@ def append_to_pages(
             ``[tokens, K, H]``. It has the dtype of the pool; for a float8 pool any float dtype.
         value: ``[B, T, K, Hv]`` or ``[tokens, K, Hv]``, likewise; None if ``value_pages`` is.
         page_table: ``[B, max_pages]`` integers.
-        kv_lengths: ``[B]`` integers, the number of tokens of each sequence, including new ones.
-        query_starts: ``[B + 1]`` integers: sequence b owns the new tokens from ``query_starts[b]``
-            up to ``query_starts[b + 1]`` (excluded).
+        kv_lengths: ``[B]`` integers, the number of tokens of each sequence, including the new ones.
+        query_starts: ``[B + 1]`` integers: sequence b owns new tokens ``query_starts[b]`` up to
+            ``query_starts[b + 1]`` (exclusive).
         key_scale: ``[K]`` or ``[pages, K]`` float32, only for float8: the pool stores ``key``
             divided by this, clipped to +-448 and rounded.
         value_scale: Likewise for values.
@@ -92,10 +92,10 @@ def append_to_pages(
 
     Values of device arrays never raise. Lengths are clamped to the keys of a row of the table, as
     in ``paged_attention``: the last token of a longer sequence replaces the last key of its table,
-    and other tokens those before it. :func:`jax_memeff.check` reports such lengths. A token is not
-    written if it lies before the start of its sequence, if it belongs to no sequence, or if its
-    page is not in the pool. If two tokens have the same place, one of them is written, and it is
-    undefined which.
+    and its other tokens replace those before. :func:`jax_memeff.check` reports such lengths. A
+    token is not written if it lies before the start of its sequence, if it belongs to no sequence,
+    or if its page is not in the pool. If two tokens map to the same place, it is undefined which of
+    them is written.
 
     >>> import jax.numpy as jnp, jax_memeff
     >>> key_pages, value_pages = jnp.zeros((2, 3, 16, 1, 4))

@@ -64,10 +64,10 @@ def paged_attention(
     """Exact attention for the new tokens of B sequences whose keys and values are in pages.
 
     Key j of sequence b is row ``j % page_size`` of page ``page_table[b, j // page_size]``. The new
-    tokens end their sequence: the last query of sequence b is at position ``kv_lengths[b] - 1``,
-    and its key and value must be in the pool already (:func:`jax_memeff.append_to_pages`). One
-    call may mix sequences with any number of new tokens: whole prompts, chunks of prompts and
-    single decode steps. Sequences may share pages.
+    tokens are the last of their sequence: the last query of sequence b is at position
+    ``kv_lengths[b] - 1``, and its key and value must already be in the pool
+    (:func:`jax_memeff.append_to_pages`). One call may mix sequences with any number of new tokens:
+    whole prompts, chunks of prompts and single decode steps. Sequences may share pages.
 
     Args:
         query: ``[B, T, N, H]``, T new tokens of each sequence; or with ``query_starts``
@@ -77,13 +77,13 @@ def paged_attention(
         value_pages: ``[pages, page_size, K, Hv]`` in the dtype of ``key_pages``. If None, the first
             ``value_dim`` columns of the keys are the values (latent attention).
         page_table: ``[B, max_pages]`` integers. Entries beyond a sequence's length are never read.
-        kv_lengths: ``[B]`` integers, the number of tokens of each sequence, including new ones.
-        query_starts: ``[B + 1]`` integers: sequence b owns the queries from ``query_starts[b]`` up
-            to ``query_starts[b + 1]`` (excluded). Later tokens belong to no sequence.
+        kv_lengths: ``[B]`` integers, the number of tokens of each sequence, including the new ones.
+        query_starts: ``[B + 1]`` integers: sequence b owns queries ``query_starts[b]`` up to
+            ``query_starts[b + 1]`` (exclusive). Later tokens belong to no sequence.
         max_query_length: With ``query_starts``, an upper bound on the queries of any sequence, a
             Python integer; by default the number of tokens. It affects the run time slightly.
         scale: The factor of the scores, by default ``1/sqrt(H)``.
-        is_causal: Whether keys after a query's position are masked.
+        is_causal: Whether to mask keys after a query's position.
         local_window_size: A query at position p attends to the keys from ``p - left`` to
             ``p + right``.
         logits_soft_cap: As in :func:`jax_memeff.dot_product_attention`.
@@ -99,18 +99,18 @@ def paged_attention(
             times this.
         value_scale: Likewise for values.
         value_dim: The number of value columns if ``value_pages`` is None, a Python integer.
-        batch_invariant: Whether the bits of a token's result depend only on its query, keys, values
-            and position, and not on the other sequences, on the placement of pages, or on the
-            number of new tokens of its sequence in this call. Slower.
-        return_residual: Whether to return the logsumexp, too.
+        batch_invariant: Make the bits of a token's result depend only on its query, keys, values
+            and position, not on the other sequences, the placement of pages, or how many new tokens
+            its sequence has in this call. Slower.
+        return_residual: Whether to return the logsumexp too.
         implementation: None selects the kernels on CUDA and plain JAX elsewhere. ``"cuda"`` and
             ``"xla"`` select that path, or raise an error.
 
     Returns:
         The output ``[B, T, N, Hv]`` or ``[tokens, N, Hv]`` in query's dtype and, on request, the
-        logsumexp ``[B, T, N]`` or ``[tokens, N]`` in f32 (f64 for f64 inputs). Output 0 and
-        logsumexp -inf mark tokens of no sequence, and the first rows of a sequence that has fewer
-        tokens than rows.
+        logsumexp ``[B, T, N]`` or ``[tokens, N]`` in f32 (f64 for f64 inputs). Tokens of no
+        sequence, and the first rows of a sequence that has fewer tokens than rows, have output 0
+        and logsumexp -inf.
 
     Raises:
         ValueError: A shape, a static value, or a value of a NumPy array is wrong.
@@ -121,7 +121,7 @@ def paged_attention(
     Values of device arrays never raise. Lengths are clamped to [0, S]. A page outside the pool is
     not read, and its keys are masked. ``query_starts`` are clamped like ``cu_seqlens_q`` of
     ``varlen_attention``. :func:`jax_memeff.check` reports such values. No element beyond the
-    lengths reaches a result, not even NaN.
+    lengths affects a result, not even NaN.
 
     >>> import jax, jax.numpy as jnp, jax_memeff
     >>> key_pages, value_pages = jnp.zeros((2, 8, 16, 1, 32))  # 8 pages of 16 keys
@@ -158,7 +158,7 @@ def prepare(
     kv_lengths: Any,
     **arguments: Unpack[PagedArguments],
 ) -> Paged:
-    """Check the arguments of ``paged_attention`` and bring them into canonical form.
+    """Check the arguments of ``paged_attention`` and convert them to canonical form.
 
     Raises:
         ValueError, TypeError: the errors of ``paged_attention``.

@@ -18,16 +18,16 @@ from jax_memeff._call.values import score_dtype
 def merge_attention(
     parts: Iterable[tuple[ArrayLike, ArrayLike]],
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp of attention over the keys of all parts, which must be disjoint.
+    """Merge results over disjoint sets of keys into attention over all of these keys.
 
     The weight of a part in a row is ``exp(lse_part - lse)``, where ``lse`` is the logsumexp of the
-    parts' ``lse_part`` (the combine step of FlashDecoding). For example, one call computes
-    attention to a shared prefix for the queries of all sequences, another one attention to the
-    rest of each sequence, and this function merges both. Differentiable.
+    parts' ``lse_part`` (the combine step of FlashDecoding). For example, one call lets the queries
+    of all sequences attend to a shared prefix, another lets them attend to the rest of their
+    sequence, and this function merges the two. Differentiable.
 
     Args:
         parts: Pairs of an output ``[..., N, Hv]`` and its logsumexp ``[..., N]``, as returned with
-            ``return_residual=True``, all of one shape and dtype.
+            ``return_residual=True``, all of the same shape and dtype.
 
     Returns:
         The output in the dtype of the parts, and the logsumexp. A row without keys in any part has

@@ -38,22 +38,22 @@ class _Sequence:
 
 
 class PagePool:
-    """The pages of a pool and the sequences that own them: bookkeeping without device arrays.
+    """The pages of a pool and the sequences that own them: host-side bookkeeping, no device arrays.
 
-    Integers name the sequences, and no integer is used again. Full pages may belong to several
-    sequences (:meth:`fork`); the page to which the next token of a sequence is written belongs to
-    this sequence only. A method that raises changes nothing.
+    Sequences are named by integers, which are never reused. Full pages may belong to several
+    sequences (:meth:`fork`); the page that a sequence's next token is written to belongs to that
+    sequence only. A method that raises changes nothing.
 
     Args:
         pages: The number of pages, the first dim of ``key_pages``.
-        page_size: The number of keys of a page, a multiple of 16.
+        page_size: The number of keys per page, a multiple of 16.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
 
     >>> pool = PagePool(pages=4, page_size=16)
     >>> prompt = pool.allocate(20)
-    >>> child, copy = pool.fork(prompt)  # the first page is common, the second is copied
+    >>> child, copy = pool.fork(prompt)  # the first page is shared, the second is copied
     >>> pool.table([prompt, child], max_pages=3).tolist(), copy
     ([[0, 1, -1], [0, 2, -1]], PageCopy(source=1, target=2))
     >>> pool.grow(child, 13)
@@ -91,7 +91,7 @@ free a sequence, or wait until one ends
 
     @property
     def page_size(self) -> int:
-        """The number of keys of a page."""
+        """The number of keys per page."""
         return self._page_size
 
     @property
@@ -105,11 +105,11 @@ free a sequence, or wait until one ends
         return tuple(self._sequences)
 
     def allocate(self, tokens: int = 0) -> int:
-        """Create a sequence of ``tokens`` tokens, with pages for them, and return its name.
+        """Create a sequence of ``tokens`` tokens, allocate its pages, and return its name.
 
         Raises:
             OutOfPagesError: there are too few free pages.
-            ValueError: there are more tokens than int32 counts.
+            ValueError: there are more tokens than int32 can count.
         """
         tokens = _length(_count("tokens", tokens))
         return self._new(self._take(self._pages_for(tokens)), tokens)
@@ -119,7 +119,8 @@ free a sequence, or wait until one ends
 
         Raises:
             OutOfPagesError: there are too few free pages.
-            ValueError: there is no such sequence, or it would have more tokens than int32 counts.
+            ValueError: there is no such sequence, or it would have more tokens than int32 can
+                count.
         """
         own = self._sequence(sequence)
         length = _length(own.length + _count("tokens", tokens))
@@ -129,14 +130,14 @@ free a sequence, or wait until one ends
     def shrink(self, sequence: int, tokens: int) -> PageCopy | None:
         """Remove the last tokens of a sequence, such as rejected speculative tokens.
 
-        Pages without tokens are freed. If the last remaining page is partial and belongs to other
-        sequences, too, this sequence gets a copy of it.
+        Pages without tokens are freed. If the last remaining page is partial and also belongs to
+        other sequences, this sequence gets a copy of it.
 
         Returns:
             The page to copy, or None.
 
         Raises:
-            OutOfPagesError: there is no page for the copy: none is free, and none is given back.
+            OutOfPagesError: there is no page for the copy: none is free, and this call frees none.
             ValueError: there is no such sequence, or it has fewer tokens.
         """
         own = self._sequence(sequence)
@@ -204,10 +205,10 @@ free a sequence, or wait until one ends
     def table(self, sequences: Iterable[int], max_pages: int) -> np.ndarray:
         """The ``page_table`` of these sequences, int32[B, max_pages]; -1 beyond their pages.
 
-        Keep ``max_pages`` fixed, so that a compiled step is not compiled again.
+        Keep ``max_pages`` fixed, so that the compiled step is not recompiled.
 
         Raises:
-            ValueError: a sequence has more pages, or there is no such sequence.
+            ValueError: a sequence has more than ``max_pages`` pages, or there is no such sequence.
         """
         names = _names(sequences)
         found = np.full((len(names), _count("max_pages", max_pages)), -1, np.int32)
@@ -268,7 +269,7 @@ def _names(sequences: Iterable[int]) -> list[int]:
 
 
 def _length(tokens: int) -> int:
-    """The length of a sequence, if ``kv_lengths`` can hold it."""
+    """The length of a sequence, if int32 ``kv_lengths`` can hold it."""
     if tokens > _INT32_MAX:
         raise ValueError(
             f"tokens: a sequence must have at most {_INT32_MAX} tokens together, got {tokens}: "

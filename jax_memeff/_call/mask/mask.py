@@ -28,15 +28,15 @@ class Mask(Conditions):
     """A set of conditions. An element is valid if all of them hold; ``Mask()`` has none.
 
     :meth:`causal`, :meth:`window`, :meth:`lengths`, :meth:`segments`, :meth:`boolean`,
-    :meth:`kv_blocks` and :meth:`function` make masks; ``&``, ``|`` and ``~`` combine them. A mask
+    :meth:`kv_blocks` and :meth:`function` create masks; ``&``, ``|`` and ``~`` combine them. A mask
     is a pytree: windows and functions are static, arrays are leaves.
 
-    Lengths that ``&`` alone combines bound what is loaded, and say which rows and columns exist:
-    no other mask makes a row or column beyond them valid, and a ``"bottom_right"`` window ends at
-    them. Under ``|`` or ``~`` lengths are a test of elements like any other.
+    Lengths combined by ``&`` alone bound what is loaded, and determine which rows and columns
+    exist: no other mask makes a row or column beyond them valid, and a ``"bottom_right"`` window
+    ends at them. Under ``|`` or ``~``, lengths test elements like any other mask.
 
     Masks without arrays are equal if their windows and functions are, and can be static arguments
-    of ``jax.jit``. Masks with arrays have no order, no hash and no ``==``.
+    of ``jax.jit``. Masks with arrays have no ordering, no hash and no ``==``.
 
     >>> import jax.numpy as jnp
     >>> mask = Mask.causal() & Mask.lengths(key=jnp.array([2]))
@@ -63,9 +63,9 @@ class Mask(Conditions):
         """Row t attends to columns ``t + d - left`` to ``t + d + right``; None means no bound.
 
         ``d`` is 0 for ``"top_left"``, and ``key length - query length`` of the batch index for
-        ``"bottom_right"``. Bounds may be negative: ``Mask.window(4, -2)`` is 4 to 2 columns before.
-        They may be traced, for layers of one ``jax.lax.scan`` that have different windows; a large
-        number then stands for no bound.
+        ``"bottom_right"``. Bounds may be negative: ``Mask.window(4, -2)`` attends to 4 to 2 columns
+        before. They may be traced, so that layers of one ``jax.lax.scan`` can have different
+        windows; a large number then means no bound.
 
         Raises:
             TypeError: a bound is not an integer.
@@ -99,8 +99,8 @@ class Mask(Conditions):
             query: integer [B], or None for all rows.
             key: integer [B], or None for all columns.
 
-        Values are clamped to [0, T] and [0, S]; NumPy values beyond raise in attention functions.
-        Nothing beyond the lengths, NaN included, reaches a result.
+        Values are clamped to [0, T] and [0, S], but out-of-range NumPy values raise an error in
+        attention functions. Nothing beyond the lengths, NaN included, affects a result.
 
         Raises:
             TypeError: an array does not have an integer dtype.
@@ -116,7 +116,7 @@ class Mask(Conditions):
 
     @staticmethod
     def segments(query_ids: ArrayLike, key_ids: ArrayLike) -> Mask:
-        """Equal ids attend to each other; negative ids attend to nothing. Positions stay the same.
+        """Equal ids attend to each other, negative ids to nothing. Positions stay the same.
 
         Args:
             query_ids: [B, T] or [T], any integer dtype. Ids compare by value, so 64-bit hashes
@@ -145,7 +145,7 @@ class Mask(Conditions):
 
         Args:
             array: bool, of rank at most 4, left-padded with dimensions of 1; every dimension is 1
-                or that of [B, N, T, S].
+                or matches [B, N, T, S].
 
         Raises:
             TypeError: the array is not boolean.
@@ -164,7 +164,7 @@ class Mask(Conditions):
 
         Args:
             indices: ``[B, N, Q blocks, n]`` integers: the indices of KV blocks. B and N may be 1 or
-                absent. There are ``ceil(T / rows)`` Q blocks. An index out of range is ignored, so
+                absent. There are ``ceil(T / rows)`` Q blocks. Out-of-range indices are ignored, so
                 pad with -1; a repeated index counts once.
             counts: ``[B, N, Q blocks]`` integers: the number of valid indices in each list, clamped
                 to [0, n]. None means all of them.
@@ -172,7 +172,7 @@ class Mask(Conditions):
                 ``(rows, columns)``. The kernels skip blocks that are not listed. If both sizes are
                 multiples of 128, they test no elements of listed blocks either.
 
-        Lists belong to query heads; with grouped heads, repeat lists of key heads with
+        There is one list per query head. With one per key head, pass
         ``jnp.repeat(indices, N // K, 1)``. Lists may be traced. Use ``&`` for masks within blocks,
         such as :meth:`causal`.
 
@@ -196,19 +196,19 @@ class Mask(Conditions):
         """Elements are valid if ``function(b, h, q, k)`` is true.
 
         Args:
-            function: of four int32 scalars: the batch index, the query head, the row and the
+            function: maps four int32 scalars, the batch index, the query head, the row and the
                 column, to a bool scalar. It is an ordinary JAX function of scalars, and may read
                 elements of any arrays in scope (``document[q] == document[k]``), traced ones
                 included. The indices are those of the whole problem (:class:`jax_memeff.Offsets`,
-                ring attention); with packed sequences the batch index is the sequence, and row and
+                ring attention); with packed sequences, the batch index is the sequence, and row and
                 column count within it.
 
-        It is traced here, once, so later changes of arrays and of Python variables have no effect.
-        The arrays have no gradient.
+        The function is traced here, once, so later changes to arrays and Python variables have no
+        effect. The arrays have no gradient.
 
         Raises:
             TypeError: it is not a function of four arguments, or its result is not a bool scalar.
-            jax_memeff.UnsupportedError: it is not a function of scalars; the text says why.
+            jax_memeff.UnsupportedError: it is not a function of scalars; the message says why.
 
         >>> import jax.numpy as jnp
         >>> prefix = jnp.array([2])
@@ -265,12 +265,12 @@ class Mask(Conditions):
     __rand__ = __ror__
 
     def blocks(self, query: Any, key: Any, offsets: Offsets | None = None) -> Mask:
-        """Compute the block mask of this mask once, for many layers.
+        """Compute this mask's block mask once, for many layers.
 
-        Kernels skip tiles by a block mask. A call normally computes it in its forward and again in
-        its backward; calls with the returned mask read the computed one instead. Call this method
-        before the layers if they run in ``jax.lax.scan`` or under ``jax.checkpoint``, where XLA
-        does not merge equal computations.
+        Kernels use a block mask to skip tiles. A call normally computes it in its forward and again
+        in its backward; calls with the returned mask read the precomputed one instead. Call this
+        method before the layers if they run in ``jax.lax.scan`` or under ``jax.checkpoint``, where
+        XLA does not merge identical computations.
 
         Args:
             query, key: ``[B, T, N, H]`` and ``[B, S, K, H]`` as in the calls, or without B. Only
@@ -281,7 +281,7 @@ class Mask(Conditions):
             An equivalent mask for calls with these shapes and offsets. ``&`` may still add windows
             and lengths. A bottom-right window with traced bounds, or under ``|`` or ``~``, ends at
             the lengths of this mask, not at lengths that ``&`` adds later. Packed sequences and
-            rings compute their own block masks. A mask of only windows and lengths needs no block
+            rings compute their own block masks. A mask with only windows and lengths needs no block
             mask and is returned unchanged.
 
         Raises:
@@ -338,7 +338,7 @@ class Mask(Conditions):
         return picture_of_mask(self, (T, S), tile, batch=batch, head=head, offsets=offsets)
 
     def show(self, T: int, S: int | None = None, **options: Any) -> None:
-        """Print a drawing in characters; the arguments are those of :meth:`picture`.
+        """Print a text drawing; the arguments are those of :meth:`picture`.
 
         Small masks show elements, larger ones tiles.
 
@@ -372,12 +372,12 @@ class Mask(Conditions):
         return self.picture(T, S, **options).plot(axes)
 
     def canonical(self, B: int, T: int, S: int, tokens: tuple[int, int] | None = None) -> Mask:
-        """The same mask in the one form that internal code reads.
+        """The same mask in the canonical form that internal code reads.
 
         Lengths become int32[B] clamped to [0, T] and [0, S], at most one of queries and one of
-        keys; segment ids int32[B, T] and int32[B, S]; boolean arrays of rank 4; lists of blocks
-        tables. :func:`expression.compiled` turns tables and the results of ``|`` and ``~`` into
-        one function.
+        keys; segment ids become int32[B, T] and int32[B, S]; boolean arrays get rank 4; lists of
+        blocks become tables. :func:`expression.compiled` turns tables and the results of ``|`` and
+        ``~`` into one function.
 
         Args:
             tokens: of query and of key, if sequences are packed: segment ids are then [1, tokens].
@@ -387,7 +387,7 @@ class Mask(Conditions):
     def as_array(
         self, B: int, N: int, T: int, S: int, position: Position | None = None
     ) -> jax.Array:
-        """The whole mask, bool[B, N, T, S], for tests and small problems.
+        """The full mask, bool[B, N, T, S], for tests and small problems.
 
         Args:
             position: global index of row 0 and column 0, from which windows count: the result of
