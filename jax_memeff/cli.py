@@ -26,7 +26,6 @@ from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features import BY_NAME, FEATURES, FUNCTIONS, SOFT_CAP
-from jax_memeff.codegen.kernels.bases.families import PADDED_DIMS
 from jax_memeff.codegen.problem import (
     DIRECTIONS,
     DTYPES,
@@ -338,7 +337,7 @@ def _parser() -> argparse.ArgumentParser:
     add("kernels", _kernels, "every kernel that build --all compiles, one per line")
 
     explain = add("explain", _explain, "which kernel a problem gets, and why not the others")
-    explain.add_argument("--direction", choices=DIRECTIONS, default="forward")
+    explain.add_argument("--direction", choices=DIRECTIONS, default="forward", help="tangent: jvp")
     explain.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES, required=True)
     _add_dims(explain, required=True)
     explain.add_argument(
@@ -363,7 +362,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     build.add_argument("--dtype", type=argument_types.dtype, choices=SPEC_DTYPES)
     _add_dims(build, required=False)
-    build.add_argument("--all", action="store_true", help="every dtype and head dim not named")
+    build.add_argument("--all", action="store_true", help="all dtypes and head dims, unless named")
     build.add_argument(
         "--models",
         metavar="NAMES",
@@ -382,11 +381,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    classes = ", ".join(map(str, PADDED_DIMS))
     parser.add_argument(
-        "--head-dim",
-        type=argument_types.size,
-        required=required,
-        help=f"padded to one of {classes}, or large",
+        "--head-dim", type=argument_types.size, required=required, help="of query and key"
     )
-    parser.add_argument("--value-dim", type=argument_types.size, help="default: the head dim")
+    parser.add_argument(
+        "--value-dim", type=argument_types.size, help="of value; default: the head dim"
+    )

@@ -55,7 +55,7 @@ class Deterministic(Feature[bool, bool]):
         return call.needs_grad is not None and call.options.deterministic_backward
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--deterministic", action="store_true")
+        parser.add_argument("--deterministic", action="store_true", help=self.title)
 
     def from_flags(self, flags: argparse.Namespace) -> bool:
         return flags.deterministic

@@ -261,7 +261,8 @@ class Flag(Feature[bool, bool]):
         return self._asked_by(call)
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(f"--{self.name.replace('_', '-')}", action="store_true")
+        flag = f"--{self.name.replace('_', '-')}"
+        parser.add_argument(flag, action="store_true", help=self.title)
 
     def from_flags(self, flags: argparse.Namespace) -> bool:
         return getattr(flags, self.name)

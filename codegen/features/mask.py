@@ -75,14 +75,15 @@ class Mask(Feature[MaskKind, MaskKind]):
         return "causal" if any(window.right is not None for window in bounds) else "none"
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--causal", action="store_true")
+        parser.add_argument("--causal", action="store_true", help="a causal mask")
         parser.add_argument(
             "--window",
             type=int,
             nargs="?",
             const=NO_BOUND,
             metavar="LEFT",
-            help="a left bound; includes --causal. The number changes the drawing only",
+            help="a causal window: a row attends to at most LEFT keys before its own. The number "
+            "changes only the drawing",
         )
 
     def from_flags(self, flags: argparse.Namespace) -> MaskKind:

@@ -217,19 +217,24 @@ class Pages(Feature[AskedPages, CompiledPages]):
             "--page-size",
             type=int,
             default=0,
-            help="keys of a page, if keys are paged; the flags below need it",
+            help="the number of keys in a page, if keys are paged; --latent, --batch-invariant, "
+            "--float8 and the scales need it",
         )
         parser.add_argument(
             "--latent", action="store_true", help="the values are the first columns of the keys"
         )
-        parser.add_argument("--batch-invariant", action="store_true")
+        parser.add_argument(
+            "--batch-invariant",
+            action="store_true",
+            help="results that do not depend on the rest of the batch",
+        )
         parser.add_argument("--float8", action="store_true", help="pages of float8_e4m3fn")
         for name in ("key", "value"):
             parser.add_argument(
                 f"--{name}-scale",
                 choices=_SCALES,
                 default="none",
-                help="of float8 pages: one for each key head, or for each page and key head",
+                help="scales of float8 pages: one per key head, or one per page and key head",
             )
 
     def from_flags(self, flags: argparse.Namespace) -> AskedPages:
