@@ -108,16 +108,15 @@ PACKED_BLOCKS = [
 ]
 # More sequences than a warp has lanes, of lengths far apart.
 MANY = tuple((7 * i % 40, 13 * i % 60) for i in range(69))
+OF_MANY: tuple[tuple[str, Any, dict[str, Any]], ...] = (
+    ("sm_90a", (*MANY, (300, 400)), {}),
+    ("sm_90a", ((300, 400), *MANY), {"deterministic": True, **BOTTOM_RIGHT}),
+    ("sm_80", (*MANY[:9], (300, 400), *MANY[9:]), {"deterministic": True}),
+    ("sm_80", ((300, 400), *MANY), CAUSAL),
+)
 BY_TOKENS = [
     Run(Case(B=70, T=300, S=400, lengths=lengths, packed=True, **features), arch, seed)
-    for seed, (arch, lengths, features) in enumerate(
-        (
-            ("sm_90a", (*MANY, (300, 400)), {}),
-            ("sm_90a", ((300, 400), *MANY), {"deterministic": True, **BOTTOM_RIGHT}),
-            ("sm_80", (*MANY[:9], (300, 400), *MANY[9:]), {"deterministic": True}),
-            ("sm_80", ((300, 400), *MANY), CAUSAL),
-        )
-    )
+    for seed, (arch, lengths, features) in enumerate(OF_MANY)
 ]
 SM80 = [
     *on_three_schedules(Case(B=1, T=200, S=150, N=4, K=2, **CAUSAL)),
