@@ -19,7 +19,7 @@ CUTE_DEVICE void named_barrier_arrive(int barrier, int threads) {
   random_sleep();
 }
 
-// A phase of the barrier ends after `arrivals` arrivals and all bytes expected until then. One
+// A phase of the barrier completes after `arrivals` arrivals and all bytes expected until then. One
 // thread calls it, and fence_barrier_init() afterwards.
 CUTE_DEVICE void init_barrier(uint64_t& barrier, int arrivals) {
   cute::initialize_barrier(barrier, arrivals);

@@ -1,4 +1,5 @@
-// Clusters of CTAs, whose shared memory TMA and barriers reach from each of them.
+// Clusters of CTAs: each CTA can reach the shared memory of all others with TMA copies, stores and
+// barrier arrivals.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -24,9 +25,9 @@ CUTE_DEVICE void wait_cluster() {
   random_sleep();
 }
 
-// Arrives at the barrier of the same address in the CTA with this rank, which may be this one. It
+// Arrives at the barrier at the same address in the CTA with this rank, which may be this one. It
 // orders earlier accesses of this thread for its own CTA only. Release semantics for the cluster
-// would be a fence of the whole GPU (MEMBAR.ALL.GPU), which waits for all of its accesses. None is
+// would be a GPU-wide fence (MEMBAR.ALL.GPU), which waits for all outstanding accesses. None is
 // needed where the other CTA then overwrites what this thread has read, or where stores bring their
 // own bytes to the barrier.
 CUTE_DEVICE void arrive_cluster_barrier(uint64_t& barrier, int rank) {
@@ -70,8 +71,8 @@ CUTE_DEVICE void store_cluster_vector(uint32_t target, uint32_t barrier, uint32_
       : "memory");
 }
 
-// As load_box() into every CTA of a cluster of kCtas: the box and its bytes arrive at the same
-// addresses in each of them.
+// Like load_box(), but into every CTA of a cluster of kCtas: the box and its bytes arrive at the
+// same addresses in each of them.
 template <int kCtas>
 CUTE_DEVICE void load_cluster_box(TensorMap const& map, uint64_t& barrier, uint32_t shared,
                                   int column, int row, int head, int batch, CacheHint hint) {

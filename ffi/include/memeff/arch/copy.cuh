@@ -98,8 +98,8 @@ CUTE_DEVICE uint4 load_shared_vector(uint32_t address) {
   return value;
 }
 
-// A predicated store: if the condition is false, the address may be invalid. Compared with a branch
-// it does not end the basic block.
+// A predicated store: if the condition is false, the address may be invalid. Unlike a branch it
+// does not end the basic block.
 CUTE_DEVICE void store_global_if(bool condition, float* address, float x) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.f32 [%1], %2;}" ::"r"(int(condition)),
@@ -114,7 +114,7 @@ CUTE_DEVICE void store_global_vector_if(bool condition, char* address, uint32_t 
       : "memory");
 }
 
-// Zeros without the condition.
+// Loads zeros if the condition is false.
 CUTE_DEVICE void load_global_vector_if(bool condition, char const* address, uint32_t (&x)[4]) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %4, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; "

@@ -7,7 +7,7 @@
 namespace memeff {
 
 // Reads threadIdx.x anew. The compiler then recomputes the values derived from it at each use, so
-// they occupy no registers across a main loop that needs them all.
+// they hold no registers across a main loop that needs them all.
 CUTE_DEVICE int thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));

@@ -29,8 +29,8 @@ CUTE_DEVICE float4* waiting_sum(Accumulators const& accumulators, float* sums, i
 template <class Element>
 constexpr int kStreamStep = 128 / int(sizeof(Element));
 
-// The place of the result that the last iteration rounds and writes: rows below row_bound, columns
-// below columns.
+// Where the last iteration writes the rounded result: rows below row_bound, columns below
+// `columns`.
 struct ChunkedTarget {
   char* rows;
   long long row_bytes;
@@ -48,7 +48,7 @@ struct ChunkedProduct {
   static constexpr int kDepth = kByK ? LeftTile::kColumns : LeftTile::kRows;
   static constexpr int kChunk = Config::kValueDim;
   static constexpr int kThreads = Config::kWarps * kWarpSize;
-  static constexpr int kStep = kStreamStep<Element>;  // of the depth
+  static constexpr int kStep = kStreamStep<Element>;  // of the summed dimension
   static_assert(kDepth % kStep == 0);
   using Grid = WarpGrid<kRows, kChunk, Config::kWarps>;
   using StepTile = SharedTile<kStep, kChunk, sizeof(Element)>;
@@ -58,7 +58,7 @@ struct ChunkedProduct {
   long long right_row_bytes;
   int right_bound;  // rows of the right operand; rows beyond count as zero
   int columns;
-  // Keys in pages: `right` is row 0 of the pool, and the right operand begins at this key.
+  // For paged keys: `right` is row 0 of the pool, and the right operand begins at this key.
   PageTable<Config> const* pages = nullptr;
   int first_key = 0;
 

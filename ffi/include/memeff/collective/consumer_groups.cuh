@@ -15,7 +15,7 @@ namespace memeff {
 template <int kWarps_, int kGroups_, int kAllBarrier = 0>
 struct WarpConsumerGroups {
   static constexpr int kConsumerGroups = kGroups_;
-  static constexpr int kWarps = kWarps_ / kConsumerGroups;  // of a group
+  static constexpr int kWarps = kWarps_ / kConsumerGroups;  // per group
   static constexpr int kThreads = kWarps * kWarpSize;
   static_assert(kWarps * kConsumerGroups == kWarps_ && kConsumerGroups <= 15);
 
@@ -47,7 +47,7 @@ template <class ConsumerGroup, class Softmax, int kOutputs>
 struct ConsumerGroupMerge {
   static constexpr int kStatisticsBytes =
       ConsumerGroup::kConsumerGroups * ConsumerGroup::kThreads * Softmax::kStagedBytes;
-  static constexpr int kOutputBytes = kOutputs * int(sizeof(float));  // of a group
+  static constexpr int kOutputBytes = kOutputs * int(sizeof(float));  // per group
   static constexpr int kBytes =
       ConsumerGroup::kConsumerGroups == 1
           ? 0

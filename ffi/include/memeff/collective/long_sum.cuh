@@ -1,7 +1,7 @@
 // Sums over more columns than tensor cores add up precisely.
 //
-// Tensor cores truncate an accumulator instead of rounding it, so a long sum is too small: over
-// 65536 columns by 1e-4 of the scores, more than the error that an f32 logsumexp may have. The
+// Tensor cores truncate an accumulator instead of rounding it, so a long sum is too small: by 1e-4
+// of the scores over 65536 columns, more than the error that an f32 logsumexp may have. The
 // accumulators therefore sum runs of columns, and the runs are added with rounding, in global
 // memory.
 #pragma once

@@ -1,9 +1,9 @@
 // Values that are staged in shared memory while the tensor cores work.
 //
 // If the accumulators of both products fill the register file, the compiler spills to local memory
-// at places of its choice. Kernels instead store values that the products do not need by hand, for
-// a few shared-memory accesses per tile. Each thread has its own slots, so this needs no
-// synchronization.
+// at places of its choice. Kernels instead explicitly stage values that the products do not need,
+// at the cost of a few shared-memory accesses per tile. Each thread has its own slots, so this
+// needs no synchronization.
 #pragma once
 
 #include <memeff/arch/copy.cuh>

@@ -55,8 +55,8 @@ struct ProductTerms<Tf32x3> {
     for (int i = 0; i < 4; ++i) split_to_tf32(fragment[i], high[i], low[i]);
   }
 
-  // Adds the small terms first. The three products of an accumulator are issued apart, so that they
-  // do not wait for each other.
+  // Adds the small terms first. The three products of an accumulator are issued far apart, so that
+  // they do not wait for each other.
   template <class Accumulators, int kRowBlocks>
   CUTE_DEVICE static void multiply(Accumulators& accumulators, int n,
                                    ProductTerms const (&left)[kRowBlocks],
@@ -80,7 +80,7 @@ struct ProductTerms<Tf32x3> {
 //
 // The right operand is read kReadAhead blocks ahead of the tensor cores, and the left operand of
 // the next k-step with the last block of this one. Reading a whole k-step ahead would need up to 64
-// registers, which spills beside a 128-register output.
+// registers, which spills next to a 128-register output.
 template <class Element, int kSteps, int kReadAhead = 2, class Accumulators, class Left,
           class Right>
 CUTE_DEVICE void multiply(Accumulators& accumulators, Left left, Right right) {

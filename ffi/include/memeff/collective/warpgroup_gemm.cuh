@@ -17,7 +17,7 @@ namespace memeff {
 
 // The registers of each consumer thread if a producer thread keeps kProducer; both are multiples of
 // eight. Hazard: together they must not exceed the registers of the CTA at launch, when all threads
-// have equally many, because setmaxnreg.inc would wait forever for the rest.
+// have the same number, because setmaxnreg.inc would wait forever for the rest.
 template <int kThreads, int kProducer>
 constexpr int consumer_registers() {
   constexpr int kLaunch = (64 << 10) / kThreads / 8 * 8;
@@ -62,7 +62,7 @@ struct DescriptorOperand {
 };
 
 // Hides accumulators from the optimizer between the start of a product and the wait for it, so that
-// it does not move their uses across.
+// it does not move their uses across either.
 template <class Accumulators>
 CUTE_DEVICE void fence_accumulators(Accumulators& accumulators) {
   CUTE_UNROLL
@@ -92,7 +92,8 @@ CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators,
   }
 }
 
-// How many steps of a left operand with `columns` columns fit `registers` registers of a thread.
+// How many k-steps of a left operand with `columns` columns fit in `registers` registers of a
+// thread.
 constexpr int register_steps(int columns, int registers) {
   return registers < 0 ? 0 : cute::min(registers / 4, columns / 16);
 }

@@ -1,9 +1,9 @@
-// 3xFP16: f32 elements on tensor cores as the sum of two f16 numbers, hi and lo, which have 22
-// bits.
+// 3xFP16: f32 elements on tensor cores as the sum of two f16 numbers, hi and lo, which together
+// have 22 bits.
 //
-// f16 ends at 2^16 and loses bits below 2^-14. Each row is therefore scaled by a power of two that
-// brings its largest number to [2^14, 2^15). A number more than 2^17 below the largest keeps fewer
-// than 22 bits; its error is at most 2^-38 of the largest.
+// f16 overflows at 2^16 and loses bits below 2^-14. Each row is therefore scaled by a power of two
+// that brings its largest number to [2^14, 2^15). A number more than 2^17 below the largest keeps
+// fewer than 22 bits; its error is at most 2^-38 of the largest.
 #pragma once
 
 #include <memeff/arch/math.cuh>

@@ -33,7 +33,7 @@ CUTE_DEVICE uint32_t restore_float8_nan(uint32_t pair) {
 // there is larger by 8. Subnormal numbers are subnormal in both.
 template <bool kAlternate>
 CUTE_DEVICE void unpack_float8(uint32_t packed, uint32_t& first, uint32_t& second) {
-  constexpr uint32_t kExchange = 0x3120;  // of the inner bytes
+  constexpr uint32_t kExchange = 0x3120;  // swaps the inner bytes
   if constexpr (kConvertsFloat8) {
     uint32_t const adjacent = kAlternate ? permute_bytes(packed, 0, kExchange) : packed;
     float8_to_f16(adjacent, first, second);

@@ -5,8 +5,8 @@
 
 namespace memeff {
 
-// The pool has pages * kPageSize rows. kPageSize is a multiple of kPageStep, so kPageStep rows from
-// one of its multiples on lie in one page.
+// The pool has pages * kPageSize rows. kPageSize is a multiple of kPageStep, so kPageStep rows that
+// begin at a multiple of kPageStep lie in one page.
 constexpr int kPageStep = 16;
 
 // The scale of a pool of float8: none, one for each key head, or one for each page and key head.

@@ -54,8 +54,8 @@ struct Pipeline {
     return full[stage.index];
   }
 
-  // Producer that fills the buffer with ordinary writes: waits until it is empty. commit() follows
-  // the writes.
+  // Producer that fills the buffer with ordinary writes: waits until it is empty. Call commit()
+  // after the writes.
   CUTE_DEVICE void acquire(PipelineStage<kStages> const& stage) {
     wait_barrier(empty[stage.index], stage.parity ^ 1);
     random_sleep();
@@ -76,7 +76,7 @@ struct Pipeline {
   CUTE_DEVICE void wait_again(PipelineStage<kStages> const& stage) {
     wait_barrier(full[stage.index], stage.parity);
   }
-  // Hazard: the values loaded from the buffer must have been used before. An arrival overtakes
+  // Hazard: the values loaded from the buffer must have been used already. An arrival overtakes
   // pending loads, including ldmatrix, and TMA would overwrite the buffer before they read it.
   CUTE_DEVICE void release(PipelineStage<kStages> const& stage) {
     arrive_barrier(empty[stage.index]);

@@ -8,8 +8,8 @@
 
 namespace memeff {
 
-// [kRows, kColumns] elements as a stack of panels with rows of 128 bytes (or 64 if 128 does not
-// divide a row). The last panel may be wider than the columns that are left. Inside a panel the
+// [kRows, kColumns] elements as a stack of panels with rows of 128 bytes (or 64 bytes if 128 does
+// not divide a row). The last panel may be wider than the columns that are left. Inside a panel the
 // 16-byte chunks of a row are XOR-swizzled with the row, so that the eight rows of an ldmatrix
 // matrix fall into eight different bank groups.
 //

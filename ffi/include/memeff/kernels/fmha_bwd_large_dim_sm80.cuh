@@ -1,10 +1,9 @@
-// Attention backward for any head dim, in two kernels that own what they write:
+// Attention backward for any head dim, in two kernels, each of which owns the gradients it writes:
 //
 //   FmhaBackwardLargeDimDq    one CTA per Q block: dQ += dS K for every KV block
-//   FmhaBackwardLargeDimDkdv  one CTA per KV block: dV += P^T dO and dK += dS^T Q for every Q
-//   block,
-//                             and the gradient of the bias, unless it has a kernel of its own
-//                             (FmhaBackwardLargeDimDbias)
+//   FmhaBackwardLargeDimDkdv  one CTA per KV block: dV += P^T dO and dK += dS^T Q for every
+//                             Q block, and the gradient of the bias, unless it has a kernel of its
+//                             own (FmhaBackwardLargeDimDbias)
 //
 // Both compute S = Q K^T and dP = dO V^T in steps of 128 bytes of rows. Two kernels need seven
 // products instead of five, but no two CTAs add to the same gradient: the f32 sums in global memory

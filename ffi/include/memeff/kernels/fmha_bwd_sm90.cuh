@@ -1,4 +1,5 @@
-// Attention backward for Hopper: TMA, wgmma and specialized warpgroups, keys split over the grid.
+// Attention backward for Hopper: TMA, wgmma and warp specialization, with the keys split over the
+// grid.
 //
 // As in fmha_bwd_sm80.cuh one CTA owns a KV block of one key head, keeps dk and dv in registers and
 // adds its part of dq to f32 sums in global memory. The scores are computed transposed:
@@ -8,7 +9,7 @@
 //
 // Each of the two consumers owns 64 keys, so P^T and dS^T stay in its registers as operands of dV
 // and dK. Only dQ, which sums over keys, reads dS from shared memory. dS has two buffers, so one
-// barrier of the consumers per Q block is enough.
+// barrier between the consumers per Q block is enough.
 //
 // backward/dq_sums/sm90.cuh adds dQ to its sums, and with Config::kSplitQ several CTAs may divide
 // the Q blocks of one KV block (schedule/split_q.cuh).
@@ -104,13 +105,13 @@ struct FmhaBackwardSm90 {
   static constexpr int kControlOffset = kSumsOffset + CapturedSums::kSharedBytes;
 
   struct Control : DqSums::Control {
-    Pipeline<kStages> query;         // and the statistics of their rows
-    Pipeline<kStages> out_gradient;  // and the bias
-    Pipeline<kKeyStages> key;        // and values
+    Pipeline<kStages> query;         // also covers the statistics of their rows
+    Pipeline<kStages> out_gradient;  // also covers the bias
+    Pipeline<kKeyStages> key;        // also covers the values
   };
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
-  // Named barriers: one of all consumers, and one of the threads of each.
+  // Named barriers: one for all consumers, and one for the threads of each.
   static constexpr int kConsumerBarrier = 1;
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 2 + warpgroup; }
 
@@ -122,7 +123,7 @@ struct FmhaBackwardSm90 {
   // Keys and values are the left operands of S and dP for every Q block. They stay in the registers
   // that dK, dV, S, dP, their packed forms and addresses leave free. Hazard: without dq or dk they
   // must stay in smem, because ptxas (CUDA 13.0) then packs P or dS into these registers, and the
-  // next Q block reads it.
+  // next Q block would read that instead.
   static constexpr int kFreeRegisters =
       Config::kQueryGradient && Config::kKeyGradient
           ? kConsumerRegisters - (Config::kHeadDim + Config::kValueDim) / 2 - 3 * kTileQuery / 2 - 8
@@ -291,7 +292,7 @@ struct FmhaBackwardSm90 {
     WorkItem const& item = work.item;
     // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
-    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+    bool const leader = threadIdx.x % kWarpSize == 0;  // one per warp
     Mask const mask(params.mask, params.shape, item.batch);
     uint32_t const key_tile = tiles + key.index * kKeyStageBytes;
     Consumer const consumer{params, work, mask, control, tiles, key_tile};

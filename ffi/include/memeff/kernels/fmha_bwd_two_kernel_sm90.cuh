@@ -1,11 +1,12 @@
-// Attention backward for Hopper and head dims above 128, in two kernels that own what they write:
+// Attention backward for Hopper and head dims above 128, in two kernels, each of which owns the
+// gradients it writes:
 //
 //   FmhaBackwardTwoKernelDq    one CTA per 128 queries: dQ += dS K for every KV block
 //   FmhaBackwardTwoKernelDkdv  one CTA per 64 keys: dV += P^T dO and dK += dS^T Q for every Q block
 //
-// dK and dV of 128 keys do not fit the registers of an SM, and with 64 keys the f32 sums of dQ of a
-// single kernel would exceed the bandwidth of L2. Two kernels compute S and dP twice, seven
-// products instead of five, but keep no sums in global memory, and every run adds in the same
+// dK and dV of 128 keys do not fit in the registers of an SM, and with 64 keys the f32 sums of dQ
+// of a single kernel would exceed the L2 bandwidth. Two kernels compute S and dP twice (seven
+// products instead of five), but keep no sums in global memory, and every run adds in the same
 // order.
 #pragma once
 

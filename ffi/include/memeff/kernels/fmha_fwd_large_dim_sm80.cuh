@@ -1,13 +1,14 @@
 // Attention forward for any head dim: one CTA computes a tile of query rows.
 //
-// A whole row of the output does not fit in accumulators, nor a whole row of queries or keys in
-// shared memory. So all operands stream through two buffers, in two phases for each KV block:
+// A whole row of the output does not fit in the accumulators, nor does a whole row of queries or
+// keys fit in shared memory. So all operands stream through two buffers, in two phases for each KV
+// block:
 //
 //   S = Q K^T       steps of 128 bytes of rows of Q and K
 //   O += P V        chunks of columns of V; P waits in shared memory, O in f32 in global memory
 //
-// The scores are computed once. The traffic of O is inversely proportional to the keys of a KV
-// block.
+// The scores are computed once. The traffic of O is inversely proportional to the number of keys in
+// a KV block.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -79,7 +80,7 @@ struct FmhaForwardLargeDimSm80 {
     KeyValueSource<Config> const source(params, item.batch, key_head);
     char const* const query_rows =
         row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head);
-    // Hazard: past a packed sequence the next one begins.
+    // Hazard: the rows after a packed sequence belong to the next one.
     int const row_bound = (Config::kVarlen ? mask.query_length : shape.query_length) - row;
     ChunkedTarget const target = {
         row_pointer<Element>(params.out, queries.batch, queries.row + row, item.head),

@@ -2,15 +2,15 @@
 // head in each CTA.
 //
 // The output of 64 rows has up to 512 columns, too many for the registers of one warpgroup. So two
-// consumers own half of the columns each and compute the scores of KV blocks in turn, as in latent
-// attention (kernels/fmha_fwd_latent_sm90.cuh):
+// consumers own half of the columns each and take turns computing the scores of KV blocks, as in
+// latent attention (kernels/fmha_fwd_latent_sm90.cuh):
 //
 //   consumer 0 | S(0) softmax P(0) V(0)        P(1) V(1)  S(2) softmax P(2) V(2) ...
 //   consumer 1 |        S(1)       P(0) V(0)  softmax  P(1) V(1)        P(2) V(2)  S(3) ...
 //
-// Keys arrive in panels of 64 columns, because scores add up panel by panel, and because a ring of
-// panels fills shared memory to the last 8 KB. Each consumer has a ring of its own for its columns
-// of the values.
+// Keys arrive in panels of 64 columns, because scores accumulate panel by panel, and because a ring
+// of panels fills shared memory to the last 8 KB. Each consumer has a ring of its own for its
+// columns of the values.
 #pragma once
 
 #include <memeff/collective/softmax/exchange.cuh>
@@ -105,7 +105,7 @@ struct FmhaForwardLargeDimSm90 {
   }
 
   CUTE_DEVICE static void init(Control& control) {
-    constexpr int kWarps = kWarpgroupSize / kWarpSize;  // of a consumer
+    constexpr int kWarps = kWarpgroupSize / kWarpSize;  // per consumer
     control.key.init(kWarps);
     CUTE_UNROLL
     for (auto& value : control.value) value.init(kWarps);

@@ -15,12 +15,12 @@
 // blocks in the same order and with the same softmax reference, which is passed along with the
 // probabilities. FlashMLA (DeepSeek, 2025) introduced this schedule and rescales a block's
 // probabilities in shared memory. Here the reference has slack (collective/softmax/online.cuh), so
-// each warpgroup rescales its own output instead, and seldom.
+// each warpgroup rescales its own output instead, and only rarely.
 //
-// 64 rows of queries and two buffers of keys take 216 KB, so there is no third buffer. Instead the
-// three parts of a buffer are released separately: the two halves of the value columns, each by the
-// warpgroup that multiplies them, and the other columns, which only scores need. The parts of the
-// next KV block arrive while the rest is read.
+// 64 rows of queries and two buffers of keys take 216 KB, which leaves no room for a third. Instead
+// the three parts of a buffer are released separately: the two halves of the value columns, each by
+// the warpgroup that multiplies them, and the other columns, which only scores need. The parts of
+// the next KV block arrive while the rest is read.
 #pragma once
 
 #include <memeff/collective/softmax/exchange.cuh>
@@ -48,7 +48,7 @@ struct FmhaForwardLatentSm90 {
   static constexpr int kWarpgroups = 2;  // consumers
   static constexpr int kConsumers = kWarpgroups * kWarpgroupSize;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
-  // With fewer the warp that plans the work spills, before the first copy. Consumers need 208.
+  // With fewer, the warp that plans the work spills before the first copy. Consumers need 208.
   static constexpr int kProducerRegisters = 88;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
 
@@ -72,7 +72,7 @@ struct FmhaForwardLatentSm90 {
   // A buffer of keys is released in parts. Parts 0 and 1 are the value columns of the consumers.
   static constexpr int kParts = 3;
   static constexpr int kPanels = KeyTile::kPanels;
-  static constexpr int kValuePanels = ValueTile::kPanels;  // of a consumer
+  static constexpr int kValuePanels = ValueTile::kPanels;  // per consumer
   CUTE_HOST_DEVICE static constexpr int part_begin(int part) { return part * kValuePanels; }
   CUTE_HOST_DEVICE static constexpr int part_end(int part) {
     return part < kWarpgroups ? (part + 1) * kValuePanels : kPanels;
@@ -92,7 +92,7 @@ struct FmhaForwardLatentSm90 {
   // Everything in shared memory except the tiles.
   struct Control {
     RowReference references[kTileQuery];
-    float row_sums[2][kWarpgroups][kTileQuery];  // of alternate parts
+    float row_sums[2][kWarpgroups][kTileQuery];  // alternating between parts
     KeyBarriers keys[kStages];
     uint64_t probabilities[kWarpgroups];  // of KV blocks of each consumer
     Pipeline<1> query;
@@ -116,7 +116,7 @@ struct FmhaForwardLatentSm90 {
   }
 
   CUTE_DEVICE static void init(Control& control) {
-    constexpr int kWarps = kWarpgroupSize / kWarpSize;  // of a consumer
+    constexpr int kWarps = kWarpgroupSize / kWarpSize;  // per consumer
     CUTE_UNROLL
     for (int stage = 0; stage < kStages; ++stage) {
       CUTE_UNROLL

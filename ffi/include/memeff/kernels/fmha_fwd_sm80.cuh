@@ -52,7 +52,7 @@ struct FmhaForwardSm80 {
   using OutTile = Tile<kTileQuery, Config::kValueDim>;  // reuses their memory, at the end
 
   // Pointers that the main loop needs once per KV block are staged in shared memory if registers
-  // are short.
+  // are scarce.
   using StagedRow = StagedPointer<Config::kStageRegisters>;
   using StagedBiasRow = StagedPointer<Config::kStageRegisters && has_bias_tile<Config>()>;
   template <class KeyOrValueTile>
@@ -62,8 +62,8 @@ struct FmhaForwardSm80 {
   using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>>;
   using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
 
-  // The accumulators of a part of P V. 32-bit elements are multiplied in parts: all columns at once
-  // if that leaves enough registers.
+  // The accumulators of a part of P V. With 32-bit elements it is computed in parts, of all columns
+  // at once if that leaves enough registers.
   static constexpr int kPartAccumulators = kRowBlocks * OutGrid::kColumnBlocks * 8 <= 64 ? 64 : 32;
 
   static constexpr int kKeyOffset = QueryTile::kBytes;
@@ -200,7 +200,7 @@ struct FmhaForwardSm80 {
     int const row = item.tile * kTileQuery;
     int const query_bound =
         IntervalMask<Config::kMask>(params.mask, shape, item.batch).query_length - row;
-    // Hazard: past a packed sequence the next one begins.
+    // Hazard: the rows after a packed sequence belong to the next one.
     int const row_bound = Config::kVarlen ? query_bound : shape.query_length - row;
     Origin const origin = query_origin<Config>(shape, item.batch);
     if (threadIdx.x % 4 == 0) {

@@ -1,10 +1,10 @@
 // Attention forward for Hopper: TMA, wgmma and warp specialization, with one persistent CTA per SM.
 //
-// The last warpgroup is the producer: one thread hands out work tiles, and one each copies queries,
-// keys and values into rings of buffers. Every other warpgroup is a consumer. It owns 64 query rows
-// of a work tile and iterates over its KV blocks from right to left. Within a consumer the scores
-// of the next KV block overlap the product of this block's probabilities with values, and the
-// softmax overlaps that product:
+// The last warpgroup is the producer: one thread hands out work tiles, and three others copy
+// queries, keys and values into rings of buffers. Every other warpgroup is a consumer. It owns 64
+// query rows of a work tile and iterates over its KV blocks from right to left. Within a consumer
+// the scores of the next KV block overlap the product of this block's probabilities with values,
+// and the softmax overlaps that product:
 //
 //   issue S(j+1) = Q K(j+1)^T | issue O += P(j) V(j) | wait S(j+1) | softmax | wait O | P(j+1)
 //
@@ -12,18 +12,18 @@
 // exponentials then overlap only the products of other consumers, which keep the tensor cores busy.
 //
 // The pipeline does not drain between work tiles. The first scores of a work tile overlap the last
-// product of the previous one, whose output is stored from registers under the products of other
-// consumers. The softmax of one consumer overlaps the products of another. Two consumers find this
-// order by themselves, three take turns (schedule/consumer_turns.cuh). With a mask each consumer
-// skips the KV blocks at the end that only rows of other consumers attend to.
+// product of the previous one, whose output is stored from registers while the products of other
+// consumers run. The softmax of one consumer overlaps the products of another. Two consumers settle
+// into this order by themselves; three take turns (schedule/consumer_turns.cuh). With a mask each
+// consumer skips the KV blocks at the end that only rows of other consumers attend to.
 //
 // An Operands object loads and multiplies the operands of each element type. 3xFP16 products with
 // values have accumulators of their own. If these leave too few registers, S(j+1) is issued after
 // O, and the products of one consumer overlap only the softmax of the other.
 //
-// If work tiles are few, the consumers form groups that share 64 rows (intra-CTA split-KV). They
-// take the KV blocks in turn, each with a softmax and an output of its own, and merge these at the
-// end of a work tile.
+// If there are few work tiles, the consumers form groups that share 64 rows (intra-CTA split-KV).
+// They take the KV blocks in turn, each with a softmax and an output of its own, and merge these at
+// the end of a work tile.
 #pragma once
 
 #include <memeff/collective/consumer_groups.cuh>
@@ -94,7 +94,7 @@ struct FmhaForwardSm90 {
   using Values = typename Operands::Values;
   static constexpr int kStages = Config::kStages;
   static constexpr int kQueryStages = Config::kQueryStages;
-  static_assert(kStages % kConsumerGroups == 0);  // so each group has buffers of its own
+  static_assert(kStages % kConsumerGroups == 0);  // so that each group has buffers of its own
 
   using Mask = ScoreMask<Config, ScoreGrid>;
   using Bias = WarpRowsBias<Config, ScoreGrid, kConsumerWarps, kTileKey, true,
@@ -109,7 +109,7 @@ struct FmhaForwardSm90 {
 
   using ConsumerGroup = WarpConsumerGroups<kConsumerWarps, kConsumerGroups, 1 + kWarpgroups>;
   using Merge = ConsumerGroupMerge<ConsumerGroup, Softmax, kTileQuery * Config::kValueDim>;
-  // With three consumers turns gain 1 to 4 %, with two nothing.
+  // With three consumers, turns gain 1 to 4 %; with two, nothing.
   using Turns =
       ConsumerTurns<Config::kOutputFirst && kWarpgroups == 3, kWarpgroups, 2 + kWarpgroups>;
   using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax>;

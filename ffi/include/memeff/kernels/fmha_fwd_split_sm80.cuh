@@ -1,14 +1,14 @@
 // Attention forward for few query rows and long keys: the keys are split over warps and CTAs.
 //
-// Memory bandwidth bounds such a call, so the design keeps many copies in flight. Rows are few, so
-// all warps share them and each consumer group takes different keys: it covers every row of the
-// tile and has its own keys, values and copies. A group of one warp needs no CTA barrier in the
-// main loop. Copies run kStages - 1 tiles ahead:
+// Such a call is bound by memory bandwidth, so the design keeps many copies in flight. There are
+// few rows, so all warps share them and each consumer group takes different keys: a group covers
+// every row of the tile and has its own keys, values and copies. A group of one warp needs no CTA
+// barrier in the main loop. Copies run kStages - 1 tiles ahead:
 //
 //   wait for tile i | start the copy of tile i + kStages - 1 | S = Q K^T | softmax | O += P V
 //
-// At the end the groups of a CTA merge their outputs in shared memory. Splits are CTAs: they write
-// partial results to global memory, and the kernel of forward/combine.cuh merges those.
+// At the end the groups of a CTA merge their outputs in shared memory. Each split is a CTA that
+// writes partial results to global memory, and the kernel of forward/combine.cuh merges them.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -106,7 +106,8 @@ struct FmhaForwardSplitSm80 {
       if (item.split == 0) clear_gap(params, item, mask.query_length);
       if (row >= mask.query_length) return;
     }
-    // Partial results have no valid rows: row modifiers must see each row once, at its end.
+    // Rows of partial results do not count as valid, because row modifiers must see each row once,
+    // when it is finished.
     bool const is_partial = kKeySegments || params.splits > 1;
     TileRows const rows(shape, item.batch, item.head, row, is_partial ? 0 : mask.query_length);
     KvBlocks const of_row = blocks_of_row(params, item, mask, row);
@@ -198,7 +199,7 @@ struct FmhaForwardSplitSm80 {
     LeftOperand<QueryTile, Contiguous::k, ScoreGrid::kRowBlocks> const query(query_tile,
                                                                              ScoreGrid::row());
     Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, item.batch}};
-    // A decode step fills the rows of one warp of the tile; the other warps only copy.
+    // A decode step fills only one warp's rows of the tile; the other warps only copy.
     bool const has_rows = rows.row + ScoreGrid::row() < mask.query_length;
     int stage = 0;
     for (; walk.more(); walk.advance()) {
@@ -230,8 +231,8 @@ struct FmhaForwardSplitSm80 {
     }
   }
 
-  // The main loop of batch-invariant calls: each segment is finished and added to the sum, or with
-  // several splits written as a partial result.
+  // The main loop of batch-invariant calls: each segment is finished and added to the sum or, with
+  // several splits, written as a partial result.
   template <class Output>
   CUTE_DEVICE static void attend_segments(ForwardParams const& params, SplitWorkItem const& item,
                                           Mask const& mask, TileRows const& rows,
@@ -264,7 +265,8 @@ struct FmhaForwardSplitSm80 {
     store(params, softmax, sum.output);
   }
 
-  // Writes logsumexp -inf for segments that no row attends to: the combine kernel reads them all.
+  // Writes logsumexp -inf for segments that no row attends to, because the combine kernel reads all
+  // segments.
   CUTE_DEVICE static void mark_masked_segments(ForwardParams const& params,
                                                SplitWorkItem const& item, Mask const& mask,
                                                KvBlocks const& kv_blocks) {
@@ -287,7 +289,7 @@ struct FmhaForwardSplitSm80 {
                                    params.splits);
   }
 
-  // The number of rows to write. Hazard: after a packed sequence the next one begins.
+  // The number of rows to write. Hazard: the rows after a packed sequence belong to the next one.
   CUTE_DEVICE static int row_bound(ForwardParams const& params, int batch) {
     return Config::kVarlen ? Mask(params.mask, params.shape, batch).query_length
                            : Rows(params.shape).count(params.shape.query_length);
@@ -297,7 +299,7 @@ struct FmhaForwardSplitSm80 {
   CUTE_DEVICE static void clear_gap(ForwardParams const& params, SplitWorkItem const& item,
                                     int length) {
     Rows const rows(params.shape);
-    // The loop over heads would read the starts of the sequences again for each.
+    // The loop over heads would read the sequence starts again for each head.
     if (Gap::of_queries(params.shape, item.batch, rows.query(length)).empty()) return;
     int const tiles = ceil_div(rows.count(params.shape.query_length), kTileQuery);
     for (int head = 0; head < rows.heads; ++head) {

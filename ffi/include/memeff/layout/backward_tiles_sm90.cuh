@@ -25,7 +25,7 @@ struct BackwardTilesSm90 {
   using ValueTile = SharedTile<kTileKey, Config::kValueDim>;   // also dv
 
   // How the consumers divide dQ. They divide its rows if there are 64 for each, and its columns if
-  // there are 64 rows in all. wgmma has 64 rows, so with any other number they compute the
+  // there are 64 rows in all. A wgmma has 64 rows, so with any other number they compute the
   // transpose, K^T dS^T, and divide the rows of that. wgmma reads its left operand in either order;
   // a right operand must have k contiguous if panels do not divide its number of columns.
   static constexpr bool kDivideRows = kTileQuery == 64 * kWarpgroups;
@@ -40,7 +40,7 @@ struct BackwardTilesSm90 {
   using ValueGrid = WarpGrid<kTileKey, Config::kValueDim, kWarps, 16>;
   using Statistics = QuadStatistics;
 
-  // The sums of dQ have the columns of whole panels if consumers divide them.
+  // If consumers divide the columns of dQ, its sums have the columns of whole panels.
   static constexpr bool kDivideColumns = !kDivideRows && !kTransposedDq;
   static constexpr int kQueryColumns =
       kDivideColumns ? KeyTile::kPanels * KeyTile::kPanelColumns : Config::kHeadDim;

@@ -28,7 +28,7 @@ struct F16x3Tiles {
   using Query = F16x3Tile<kWarpgroupRows, Config::kHeadDim>;
   using Key = F16x3Tile<Config::kTileKey, Config::kHeadDim>;
   using Value = F16x3Tile<Config::kTileKey, Config::kValueDim>;
-  using OutGradient = F16x3Tile<kWarpgroupRows, Config::kValueDim>;  // of a backward
+  using OutGradient = F16x3Tile<kWarpgroupRows, Config::kValueDim>;  // only in a backward
   using Params = typename Config::Params;
 
   template <class Tile>

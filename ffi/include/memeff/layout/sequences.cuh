@@ -1,5 +1,5 @@
-// Finds the first row of a batch index in the arrays. It has a batch index of its own there, or
-// begins at a token of packed sequences.
+// Finds where the rows of a batch index begin in the arrays: at row 0 of its own batch index, or at
+// a token of packed sequences.
 #pragma once
 
 #include <memeff/core/work_item.cuh>
@@ -34,7 +34,7 @@ CUTE_DEVICE long long logsumexp_offset(ProblemShape const& shape, Origin const& 
 }
 
 // The tokens after a sequence that belong to no sequence. Their results must be zeros, and no CTA
-// owns them, so the CTAs of the sequence before divide them: each clears part `tile` of `tiles`.
+// owns them, so the CTAs of the preceding sequence divide them: each clears part `tile` of `tiles`.
 struct Gap {
   int begin;
   int end;
@@ -86,8 +86,8 @@ CUTE_DEVICE void clear_query_gap(ProblemShape const& shape, TensorView const& ou
       statistics + logsumexp_offset<Config>(shape, {0, 0}, item.head), number, item.tile, tiles);
 }
 
-// Writes output 0 and logsumexp -inf there. Hazard: with keeps_gaps another kernel has computed
-// those queries, and they must stay.
+// Writes output 0 and logsumexp -inf to this CTA's part of the queries that belong to no sequence.
+// Hazard: with keeps_gaps another kernel has computed those queries, and they must stay.
 template <class Config, int kThreads>
 CUTE_DEVICE void clear_query_gap(ForwardParams const& params, WorkItem const& item, int length,
                                  int tiles) {

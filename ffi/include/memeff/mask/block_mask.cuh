@@ -12,7 +12,7 @@
 namespace memeff {
 
 // The tiles of a row in the order of a main loop, which copies tile `ahead` while it computes
-// tile(), kAhead tiles before. The first kAhead tiles are copied before start(). kInOrder: the row
+// tile(), kAhead tiles behind. The first kAhead tiles are copied before start(). kInOrder: the row
 // skips none.
 template <class Row, bool kInOrder, int kAhead>
 struct RowWalk {
@@ -32,7 +32,7 @@ struct RowWalk {
   CUTE_DEVICE bool masked() const { return false; }
 
   CUTE_DEVICE void begin_block() {
-    if constexpr (kInOrder) ahead = current + kAhead;  // one register less
+    if constexpr (kInOrder) ahead = current + kAhead;  // saves a register
   }
   CUTE_DEVICE void copied() { ahead = row.after(ahead); }
   CUTE_DEVICE void advance() { current = row.after(current); }

@@ -2,7 +2,8 @@
 //
 // Interval arithmetic bounds the function over a block for all rows of the tile. Each lane of a
 // warp takes one block, so a warp decides 32 blocks at a time and keeps them as bits: a few
-// instructions for each block, however long the function is. Every warp of a CTA decides the same.
+// instructions for each block, however long the function is. Every warp of a CTA reaches the same
+// decision.
 #pragma once
 
 #include <memeff/arch/thread.cuh>

@@ -1,4 +1,4 @@
-// Masks keys whose page-table entry is invalid: a negative entry is no page of the pool.
+// Masks keys whose page-table entry is invalid: a negative entry refers to no page of the pool.
 #pragma once
 
 #include <memeff/arch/thread.cuh>

@@ -21,7 +21,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
   // Sets the accumulators of invalid elements to -inf in the tile of kColumns columns at `at`. The
   // caller owns kRows rows of the tile, from `own_row` on. If the tile is not `partial`, the block
   // mask has shown that arrays and functions leave all its elements valid, so only intervals and
-  // pages are tested. `may_miss_pages`: whether the caller has not found all its pages valid.
+  // pages are tested. `may_miss_pages`: false if the caller has found all its pages valid.
   template <int kRows, int kColumns, class Accumulators, class Params>
   CUTE_DEVICE void apply(Accumulators& scores, Params const& params, ScoreTilePosition const& at,
                          bool partial = true, int own_row = 0, bool may_miss_pages = true) const {

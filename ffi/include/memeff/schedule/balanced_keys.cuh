@@ -222,7 +222,7 @@ class BalancedKeys {
   }
 
   ForwardParams const& params_;
-  int tiles_;     // of a key head and batch index
+  int tiles_;     // per key head and batch index
   int together_;  // row tiles of an item
   int groups_;    // of CTAs
 };

@@ -14,7 +14,7 @@ namespace memeff {
 template <bool kEnabled, int kConsumers, int kFirstBarrier>
 struct ConsumerTurns {
   static constexpr bool kIsEnabled = kEnabled;
-  // The consumers that wait at a barrier, and those that let them pass.
+  // The threads of the consumer that waits at a barrier, and of the one that lets it pass.
   static constexpr int kThreads = 2 * kWarpgroupSize;
 
   // Each consumer calls this once. The first turn is that of consumer 0.

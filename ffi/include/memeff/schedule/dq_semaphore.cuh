@@ -4,7 +4,7 @@
 // The CTAs of one key head form a sequence, last KV block first. Each publishes its progress
 // through the Q blocks in a semaphore of its own, and adds to a Q block only after its predecessor
 // has. With causal masks and windows a CTA begins at a Q block that its predecessor skips or has
-// passed, so waits are short. Without a mask each CTA starts one addition later.
+// passed, so waits are short. Without a mask each CTA starts one addition after its predecessor.
 //
 // It is enough to wait for the predecessor: along the sequence the Q blocks of a CTA begin and end
 // earlier or at the same place, so all CTAs before the predecessor have passed what it has passed.
@@ -18,8 +18,8 @@
 // hardware starts CTAs, and whatever else runs on the device.
 //
 // Consecutive tickets go to several key heads in turn. Without a mask SMs become free faster than
-// the CTAs of one head may follow each other, and would wait. With several heads a sequence grows
-// by a CTA only after many have started.
+// the CTAs of one head may follow each other, so CTAs would wait. With several heads a sequence
+// grows by a CTA only after many have started.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -33,8 +33,8 @@ constexpr int kFinished = 0x7fffffff;
 // Published by a CTA that has made its last addition while its predecessor may still add.
 constexpr int kAskPredecessor = -1;
 
-// The interface without an order, for kernels whose sums may differ in their last bits from run to
-// run.
+// The same interface without an order, for kernels whose sums may differ in their last bits from
+// run to run.
 template <class Config>
 struct NoDqSemaphore {
   CUTE_DEVICE NoDqSemaphore(BackwardParams const&, int*) {}

@@ -1,5 +1,5 @@
 // The semaphores of dq_semaphore.cuh in the Hopper backward. Its consumers neither poll nor wait
-// until their additions are performed; two threads of the producer's warpgroup do both.
+// for their additions to be performed; two threads of the producer's warpgroup do both.
 //
 // One polls the semaphore of the predecessor, ahead of the consumers. The other one publishes,
 // which stalls it until the additions are performed. Consumers enter the sums of a Q block only
@@ -101,8 +101,8 @@ struct DqSemaphoreSm90 {
   }
 };
 
-// The interface without an order, for kernels whose sums may differ in their last bits from run to
-// run.
+// The same interface without an order, for kernels whose sums may differ in their last bits from
+// run to run.
 template <class Config>
 struct NoDqSemaphoreSm90 {
   struct Control {};

@@ -8,9 +8,9 @@
 
 namespace memeff {
 
-// As many KV blocks as those of other CTAs, one in each round of the grid, for masks that give
+// Every CTA has the same number of KV blocks, one in each round of the grid, for masks that give
 // every KV block the same work. The CTA is persistent: keys, queries and dO of its next KV block
-// arrive under the last products and the epilogue of the one before.
+// arrive during the last products and the epilogue of the previous one.
 template <class Config>
 class KvBlocksInRounds {
  public:
@@ -35,8 +35,8 @@ class KvBlocksInRounds {
 
  private:
   // The CTA's place in this round. CTAs change places within groups of 16, because lengths may
-  // leave some KV blocks of each head without work, and a CTA of 132 would meet the same one of 4
-  // in every round. Its place is not kept, because the producer has few registers.
+  // leave some KV blocks of each head without work, and in a grid of 132 each CTA would get the
+  // same one of 4 in every round. Its place is not kept, because the producer has few registers.
   CUTE_DEVICE unsigned place() const {
     constexpr unsigned kGroup = 16;
     bool const in_group = blockIdx.x < gridDim.x / kGroup * kGroup;

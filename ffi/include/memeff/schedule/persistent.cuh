@@ -9,7 +9,7 @@
 namespace memeff {
 
 // Numbers the work tiles of a call; the producer of kernels/fmha_fwd_sm90.cuh asks it for the tile
-// of a number.
+// with a given number.
 template <class Config, int kTileQuery, int kElementBytes>
 struct PersistentSchedule {
   using Grid = GridTiles<Config, GridRows::queries, kTileQuery>;
@@ -51,9 +51,9 @@ struct PersistentSchedule {
     return section.first * tiles + passed * section.slices;
   }
 
-  // The work tile of a number; a batch of -1 means one past the last. If batch indices share a
-  // broadcast bias, they take the same tile of a head one after the other, so that L2 serves it to
-  // all of them.
+  // The work tile with a given number; a batch of -1 means one past the last. If batch indices
+  // share a broadcast bias, they take the same tile of a head one after the other, so that L2
+  // serves it to all of them.
   CUTE_DEVICE static WorkItem item(ProblemShape const& shape, int number, bool broadcasts_bias) {
     Grid const grid = {shape};
     int const tiles = grid.of_slice();
@@ -101,7 +101,7 @@ struct TileScheduler {
     store_release(&counter->ready, kReady);
   }
 
-  // The work tile after this CTA's present one, or one past the last.
+  // The work tile after this CTA's current one, or one past the last.
   CUTE_DEVICE static int next(ForwardParams const& params) {
     if (!has_more(params)) return int(gridDim.x);
     while (load_acquire(&params.tile_counter->ready) != kReady) continue;

@@ -1,5 +1,5 @@
-// Split-Q backward: if there are too few KV blocks for the GPU, several CTAs divide the Q blocks of
-// each.
+// Split-Q backward: if there are too few KV blocks to fill the GPU, several CTAs divide the Q
+// blocks of each.
 //
 // Each writes its partial dk and dv to global memory. The CTA that finishes last adds up all parts
 // in a fixed order: no CTA waits, and the bits are the same in every run.

@@ -38,7 +38,7 @@ struct KeepBlock {
   }
 };
 
-// The interface of KeepBlock without dropout.
+// The same interface as KeepBlock, without dropout.
 struct KeepAll {
   CUTE_DEVICE float select(float x, int, int, int) const { return x; }
 };

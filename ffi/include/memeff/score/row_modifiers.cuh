@@ -5,7 +5,7 @@
 //   lse = log(exp(lse) + exp(sink))                 RowSink
 //   the maximum is written                          RowMaximum
 //
-// Every forward finishes each row by RowModifiers::finish(), exactly once. With split keys the
+// Every forward finishes each row with RowModifiers::finish(), exactly once. With split keys the
 // combine kernel calls it instead of the forward. Without a feature the calls compile to nothing.
 #pragma once
 
@@ -32,7 +32,7 @@ struct RowModifiers {
   }
 };
 
-// The modifiers of the rows of which a lane has elements.
+// The modifiers of the rows in which a lane has elements.
 template <class Config, class Grid>
 struct LaneRowModifiers {
   static constexpr int kRows = 2 * Grid::kRowBlocks;

@@ -1,4 +1,4 @@
-// Attention sinks: a logit per head that takes part in the softmax of a row and has no value.
+// Attention sinks: a logit per head that takes part in the softmax of a row but has no value.
 //
 //   out = sum of exp(s) v / (sum of exp(s) + exp(sink)),   lse = log(sum of exp(s) + exp(sink))
 #pragma once

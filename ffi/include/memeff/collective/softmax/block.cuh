@@ -15,7 +15,7 @@ namespace memeff {
 template <class Grid, int kTileRows, bool kLargeScores>
 class BlockSoftmax {
  public:
-  static constexpr int kLaneRows = 2 * Grid::kRowBlocks;  // rows of which a lane has elements
+  static constexpr int kLaneRows = 2 * Grid::kRowBlocks;  // rows in which a lane has elements
   static constexpr int kBytes = (Grid::kColumnWarps + 2) * kTileRows * int(sizeof(float));
 
   CUTE_DEVICE explicit BlockSoftmax(uint32_t shared) : shared_(shared) {
@@ -71,7 +71,7 @@ class BlockSoftmax {
     }
   }
 
-  // Ends the rows after the last step: stores the factors that normalize the output, times
+  // Finishes the rows after the last step: stores the factors that normalize the output, times
   // output_scale, and calls write(row, natural-log logsumexp) once for each row, both after the
   // LaneRowModifiers `modifiers`. Rows without keys, and rows from `bound` on, enter the modifiers
   // with 0 and -inf.

@@ -1,4 +1,4 @@
-// Score functions `score + slope * (key - query)` whose slope is a number of the head (ALiBi).
+// Score functions `score + slope * (key - query)` whose slope is one number per head (ALiBi).
 //
 // Evaluated element by element, such a function costs two instructions for each score. So the
 // tensor cores add it, in three parts:
@@ -7,7 +7,8 @@
 //   slope * (first column - first row of a tile)  ColumnShift, once for each row and KV block
 //   slope * (first row of a tile - row)           LinearRows, once for each row
 //
-// Scores stay in the units of products, so the scale of a call is a factor of softmax_scale.
+// Scores stay in the units of the products, so the scale of a call becomes a factor of
+// softmax_scale.
 #pragma once
 
 #include <memeff/collective/softmax/shift.cuh>
@@ -59,9 +60,10 @@ struct LinearScores<Config, true> {
                                 Config::kScoreLiterals>;
   static_assert(!Config::kBias && !Config::kSoftCap && sizeof(Element) == 2);
 
-  // The slopes, scales and distances of usual calls. Then the slope of a product is finite in
-  // float16, scores without the shift have an error below 2e-4, and the rounded reference of a row
-  // is close to its maximum. Otherwise, and if the slope is NaN, scores are evaluated one by one.
+  // Bounds on slopes, scales and distances, within which usual calls stay. Then the slope of a
+  // product is finite in float16, scores without the shift have an error below 2e-4, and the
+  // rounded reference of a row is close to its maximum. Otherwise, and if the slope is NaN, scores
+  // are evaluated one by one.
   static constexpr float kMostSlope = 8.0f;
   static constexpr float kLeastScale = 0x1p-12f;
   static constexpr float kMostScale = 16.0f;
@@ -109,7 +111,7 @@ struct LinearScores<Config, true> {
   }
 
  private:
-  // A row of the left operand is [high, middle, low, 0, 0, ...]. Three parts of 8 or 11 bits have
+  // A row of the left operand is [high, middle, low, 0, 0, ...]. Three parts of 8 or 11 bits hold
   // all bits of a float.
   CUTE_DEVICE static uint32_t lane_parts(float x) {
     float const high = rounded(x);

@@ -9,12 +9,12 @@
 
 namespace memeff {
 
-// The softmax state of the rows of which a lane has elements. Forward main loops call step(), or
+// The softmax state of the rows in which a lane has elements. Forward main loops call step(), or
 // exponentiate() and rescale(), for each KV block, and finish() once.
 //
 // kIntegerMaximum: compares the bits of scores as integers, because Hopper has a three-way maximum
 // of integers, but not of floats. This is correct if some score is positive; if none is or was,
-// floats are compared. It does not pay if a bias makes whole rows negative. kLargeScores: see
+// floats are compared. It does not pay off if a bias makes whole rows negative. kLargeScores: see
 // ScoreReference. kCapped: a soft cap bounds the scores, which are already multiplied by
 // softmax_scale, and probabilities are bfloat16 or wider. If the cap is small enough for their
 // range, the softmax reference of every row is 0 and no maxima are computed.
@@ -25,7 +25,7 @@ template <int kRowBlocks, bool kIntegerMaximum = false, bool kLargeScores = fals
 struct OnlineSoftmax {
   static_assert(!(kCapped && kExactMaximum));  // with kCapped there are no maxima
   using Reference = ScoreReference<kLargeScores>;
-  static constexpr int kRows = 2 * kRowBlocks;  // rows of which a lane has elements
+  static constexpr int kRows = 2 * kRowBlocks;  // rows in which a lane has elements
 
   // A softmax reference follows the maximum of its row only when that is ahead by this many powers
   // of two (Zadouri et al. 2026, FlashAttention-4, section 3.1), so the output is seldom rescaled.
@@ -37,7 +37,7 @@ struct OnlineSoftmax {
   // maximum itself.
   static constexpr bool kRoundedReference = kExactMaximum && !kLargeScores;
 
-  // Sums of 2^kCappedScale, and their products with values, are far from the end of float32.
+  // Sums of 2^kCappedScale, and their products with values, are far below the largest float32.
   static constexpr float kCappedScale = 64.0f;
 
   // The score whose probability is 1, or with kExactMaximum the greatest score. After finish() it
@@ -193,8 +193,8 @@ struct OnlineSoftmax {
   }
 
  private:
-  // Replaces scores by the powers of two with these exponents and adds them to the sums of their
-  // rows.
+  // Replaces scores with the powers of two that have these exponents and adds them to the sums of
+  // their rows.
   template <class Scores, class Exponent>
   CUTE_DEVICE void add_exponentials(Scores& scores, Correction const& correction,
                                     Exponent exponent) {

@@ -16,9 +16,9 @@ struct ScoreReference {
   float score;
   float product;
 
-  // The reference for a greatest score. Hazard: if all keys of a row so far are masked, score and
-  // product must be 0, because -inf - -inf would be NaN, and elements masked by a bias would get
-  // probability 1.
+  // The reference for a given greatest score. Hazard: if all keys of a row so far are masked, score
+  // and product must be 0, because -inf - -inf would be NaN, and elements masked by a bias would
+  // get probability 1.
   CUTE_DEVICE static ScoreReference of(float greatest, float softmax_scale) {
     float const product = greatest * softmax_scale;
     bool const masked = product < kMaskedBias * kLog2e;

@@ -1,4 +1,4 @@
-// What the scores of a KV block lack: a number that is the same for all of them.
+// A number that is left out of the scores of a KV block, and is the same for all of them.
 //
 // The online softmax compares and exponentiates scores without it, and adds it once for each row
 // (collective/softmax/online.cuh).
@@ -12,9 +12,9 @@ namespace memeff {
 struct NoShift {
   static constexpr bool kIsOn = false;
 
-  // The number, as a score.
+  // The missing number, as a score.
   CUTE_DEVICE static float score() { return 0.0f; }
-  // A score with the number.
+  // The complete score.
   CUTE_DEVICE static float add(float score) { return score; }
   // The addend of an exponent for a softmax reference times softmax_scale.
   CUTE_DEVICE static float exponent(float product) { return -product; }

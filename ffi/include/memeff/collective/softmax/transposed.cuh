@@ -9,7 +9,8 @@
 namespace memeff {
 
 // One statistic of the queries. The first kAhead_ vectors of four are read into registers when the
-// object is made, while a product runs, and the others when they are used. kLoad reads a vector.
+// object is constructed, while a product runs, and the others when they are used. kLoad reads a
+// vector.
 template <class Grid, int kAhead_, QuadStatistics::Values (*kLoad)(uint32_t, int, int)>
 struct StatisticAhead {
   static constexpr int kVectors = Grid::kColumnBlocks;

@@ -12,7 +12,7 @@
 
 namespace memeff::function::ranges {
 
-// For bools: true in all elements, true in any element. If nothing is known of a float, both are
+// For bools: true in all elements, true in any element. If nothing is known about a float, both are
 // NaN, which no comparison decides.
 template <class Scalar>
 struct Range {

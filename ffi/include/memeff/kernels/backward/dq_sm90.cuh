@@ -1,7 +1,7 @@
 // The gradient of the query for Hopper and head dims above 128: see fmha_bwd_two_kernel_sm90.cuh.
 //
-// Each of two consumers owns 64 queries, and dS stays in registers from its accumulators to the
-// operand of dQ. dQ of one KV block overlaps S and dP of the next.
+// Each of the two consumers owns 64 queries. dS never leaves the registers: its accumulators become
+// the left operand of dQ. dQ of one KV block overlaps S and dP of the next.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -47,8 +47,8 @@ struct FmhaBackwardTwoKernelDq {
   using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kConsumerWarps, 16>;
   using Mask = ScoreMask<Config, ScoreGrid>;
 
-  // Two products read the keys, and dQ, the second one, ends an iteration. So keys need one buffer
-  // more than values.
+  // Two products read the keys, and the second one, dQ, comes last in an iteration. So keys need
+  // one more buffer than values.
   static constexpr int kKeyStages = Config::kStages;
   static constexpr int kValueStages = kKeyStages - 1;
   static constexpr int kOutOffset = QueryTile::kBytes;
@@ -58,7 +58,7 @@ struct FmhaBackwardTwoKernelDq {
 
   // The barriers in static shared memory.
   struct Control {
-    Pipeline<1> query;  // and dO
+    Pipeline<1> query;  // also covers dO
     Pipeline<kKeyStages> key;
     Pipeline<kValueStages> value;
   };
@@ -124,7 +124,7 @@ struct FmhaBackwardTwoKernelDq {
     }
     PipelineStage<kKeyStages> key;
     PipelineStage<kValueStages> value;
-    // Computed after the copies of the queries have started, because the key head takes a division.
+    // Computed after the query copies have started, because finding the key head takes a division.
     KeyValueSource<Config> const keys(params, item.batch, item.head / params.shape.group);
     int const key_batch = keys.batch(params.key);
     int const value_batch = keys.batch(params.value);
@@ -159,7 +159,7 @@ struct FmhaBackwardTwoKernelDq {
     WorkItem const& item = work.item;
     // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
-    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+    bool const leader = threadIdx.x % kWarpSize == 0;  // one per warp
     Mask const mask(params.mask, shape, item.batch);
     QueryRows const queries(tiles, warpgroup * kWarpgroupRows);
     OutRows const out_gradients(tiles + kOutOffset, warpgroup * kWarpgroupRows);
@@ -248,8 +248,8 @@ struct FmhaBackwardTwoKernelDq {
     return statistics;
   }
 
-  // Clears the first KV block beyond the key length, where NaN would reach dq. Each consumer clears
-  // all of it, without a barrier between them: they write the same zeros.
+  // Clears the rows of the first KV block beyond the key length, where NaN would reach dq. Each
+  // consumer clears all of them, without a barrier between consumers: they write the same zeros.
   CUTE_DEVICE static void clear_beyond(Control& control, Mask const& mask,
                                        ProblemShape const& shape, Work const& work, int warpgroup,
                                        uint32_t tiles) {
@@ -264,7 +264,7 @@ struct FmhaBackwardTwoKernelDq {
   }
 
   // Computes dS from dP and from P, which is already multiplied by the derivative of the modifiers:
-  // the gradient of query.key without the user's scale, packed block by block.
+  // the gradient of Q K^T, not yet multiplied by the user's scale, packed block by block.
   template <class Scores>
   CUTE_DEVICE static void differentiate(BackwardParams const& params, WorkItem const& item,
                                         Statistics const& statistics, int row, int column,
@@ -292,7 +292,7 @@ struct FmhaBackwardTwoKernelDq {
                                                             column, block);
   }
 
-  // Stores two neighbouring elements of a bias gradient with all four dims, but no row beyond the
+  // Stores two adjacent elements of a bias gradient with all four dims, but skips rows beyond the
   // query length, which may be NaN.
   CUTE_DEVICE static void store_bias_gradient(BackwardParams const& params, WorkItem const& item,
                                               int row, int column, int query_bound, int half, int n,
@@ -309,7 +309,7 @@ struct FmhaBackwardTwoKernelDq {
     }
   }
 
-  // Stores the zeros of such a gradient in the KV blocks that the CTA skips.
+  // Stores zeros to such a gradient in the KV blocks that the CTA skips.
   CUTE_DEVICE static void clear_skipped_keys(BackwardParams const& params, Work const& work) {
     if constexpr (Config::kBiasGradient == BiasGradient::full) {
       using BiasElement = typename Config::BiasElement;
@@ -334,8 +334,8 @@ struct FmhaBackwardTwoKernelDq {
     }
   }
 
-  // Stores dq through the tile of queries; each consumer stores its own rows. Rows from query_bound
-  // on are beyond the query length and get 0.
+  // Stores dq through the query tile in shared memory; each consumer stores its own rows. Rows from
+  // query_bound on are beyond the query length and get 0.
   template <class Accumulators>
   CUTE_DEVICE static void store(BackwardParams const& params, BackwardMaps const& maps,
                                 Work const& work, int query_bound, int warpgroup, uint32_t tiles,

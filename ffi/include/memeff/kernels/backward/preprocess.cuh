@@ -70,7 +70,8 @@ struct FmhaBackwardPreprocess {
       float deltas[kRowsAtOnce] = {};
       add_dots(params, origin, item.head, first_row + i,
                min(mask.query_length, first_row + Tiles::kTileQuery), lane, deltas);
-      // After the sums all lanes of a row have its delta; each lane stores another row's.
+      // After the reductions all lanes of a row have its delta; each lane stores that of a
+      // different row.
       float delta = 0.0f;
       CUTE_UNROLL
       for (int row = 0; row < kRowsAtOnce; ++row) {
@@ -125,7 +126,7 @@ struct FmhaBackwardPreprocess {
     long long const source = logsumexp_offset<Config>(params.shape, origin, item.head) + row;
     // +inf makes every probability of a row without keys, or beyond the length, exactly 0.
     float logsumexp = valid ? params.logsumexp[source] : -infinity();
-    // A bias may make the logsumexp so large that the exponents lose their digits. Such a row
+    // A bias may make the logsumexp so large that the exponents lose all precision. Such a row
     // counts as empty, too.
     bool const empty = fabsf(logsumexp) >= kWholeFloats;
     if constexpr (shifts_rows<Config>()) {

@@ -1,4 +1,4 @@
-// The logsumexp and delta of the two rows of which a thread owns elements, in registers.
+// The logsumexp and delta of the two rows in which a thread owns elements, in registers.
 #pragma once
 
 #include <memeff/layout/row_statistics.cuh>

@@ -91,7 +91,7 @@ struct BackwardScoresSm80 {
   static constexpr int kTileKey = Tiles::kTileKey;
   static constexpr int kStep = kStepElements<Element>;
   // How far products read ahead. CTAs of four warps share an SM and hide each other's latencies; a
-  // CTA of eight warps is alone and reads further ahead.
+  // CTA of eight warps has the SM to itself and reads further ahead.
   static constexpr int kReadAhead = Config::kWarps == 4 ? 1 : 2;
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
 
@@ -104,8 +104,8 @@ struct BackwardScoresSm80 {
                                                                          ScoreGrid::column()));
   }
 
-  // Replaces `scores`, S, by the modified P, and `score_gradient`, dP, by dS, the gradient of
-  // query.key without the user's scale. The gradient of the bias goes to the object that
+  // Replaces `scores`, S, with the modified P, and `score_gradient`, dP, with dS, the gradient of Q
+  // K^T, not yet multiplied by the user's scale. The gradient of the bias goes to the object that
   // make_writer() returns. Gradients of arrays that a score function reads go to CapturedSums;
   // `sums` is its shared memory.
   template <class CapturedSums, class Modifiers, class Scores, class MakeWriter>

@@ -10,9 +10,9 @@
 
 namespace memeff {
 
-// Computes dS^T, the gradient of query.key without the user's scale, and the kept P^T. Both are
-// packed block by block, which frees the accumulators. The consumers of fmha_bwd_sm90.cuh call it
-// once per Q block.
+// Computes dS^T, the gradient of Q K^T, not yet multiplied by the user's scale, and the modified
+// P^T. Both are packed block by block, which frees the accumulators. The consumers of
+// fmha_bwd_sm90.cuh call it once per Q block.
 template <class Config, class Modifiers, class BiasWriter, class Grid, class Kept, class Scores,
           class Operand, class FunctionGradient, class DeltaReader>
 CUTE_DEVICE void differentiate_transposed(

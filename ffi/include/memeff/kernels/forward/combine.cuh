@@ -37,8 +37,8 @@ struct FmhaForwardCombine {
   static constexpr int kThreads = 128;
   static constexpr int kBlocksPerSm = 8;
 
-  // A thread has four columns of a row. Several such sets of threads divide the splits of a row if
-  // there are many.
+  // A thread has four columns of a row. If a row has many splits, several such sets of threads
+  // divide them.
   static constexpr int kColumnThreads = Config::kValueDim / 4;
   static constexpr int kSets = kThreads / kColumnThreads;
   static_assert(kSets > 0);

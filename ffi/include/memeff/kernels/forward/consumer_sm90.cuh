@@ -40,7 +40,7 @@ struct WorkTileConsumerSm90 {
                                bool leader) {
     CUTE_NO_UNROLL
     for (; count > 0; --count) {
-      ring.wait(stage);  // hazard: else the arrival counts for the previous tile
+      ring.wait(stage);  // hazard: else the arrival would count for the previous tile
       __syncwarp();      // hazard: else a lane may miss the phase that it waits for
       if (leader) ring.release(stage);
       stage.advance();
@@ -52,7 +52,7 @@ struct WorkTileConsumerSm90 {
     int warpgroup;
     int group;
     int row_warpgroup;
-    bool leader;  // of its warp
+    bool leader;  // one per warp
     PipelineStage<kQueryStages> query;
     PipelineStage<kStages> key;
     PipelineStage<kStages> value;
@@ -81,7 +81,7 @@ struct WorkTileConsumerSm90 {
     return work_tile.item.tile * kTileQuery + warpgroup * kWarpgroupRows < work_tile.query_length;
   }
 
-  // The next work tile, with a batch of -1 if this consumer has no rows of it.
+  // The next work tile, with a batch of -1 if this consumer has no rows in it.
   CUTE_DEVICE static WorkItem next_work_tile(Control& control, Position const& at) {
     PipelineStage<kWorkTileStages> next = at.slot;
     next.advance();
@@ -90,7 +90,7 @@ struct WorkTileConsumerSm90 {
     return {work_tile.item.tile, work_tile.item.head, has ? work_tile.item.batch : -1};
   }
 
-  // Skips a work tile of which only other consumers own rows. Hazard: release keys and values
+  // Skips a work tile in which only other consumers own rows. Hazard: release keys and values
   // alternately, because a consumer that needs both would otherwise wait for the ring that lags
   // behind.
   CUTE_DEVICE static void skip_work_tile(Params const& params, Control& control,
@@ -123,7 +123,8 @@ struct WorkTileConsumerSm90 {
     }
   }
 
-  // Calls clear(row) if a buffer of a KV block has rows beyond the key length, with the first.
+  // If the buffer of a KV block has rows beyond the key length, calls clear(row) with the first of
+  // them.
   template <class Clear>
   CUTE_DEVICE static void clear_beyond(Pipeline<kStages>& ring, PipelineStage<kStages> const& stage,
                                        Mask const& mask, ProblemShape const& shape, int tile,

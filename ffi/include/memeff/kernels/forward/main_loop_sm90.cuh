@@ -3,8 +3,8 @@
 //
 // Hazard: keep the state in local variables, and release_operands, begin_output and end_output as
 // lambdas. As members of an object, or as functions, they change how ptxas assigns registers; so
-// does one function for all that changes with the work tile. A lambda that captures an object with
-// all of the state even hides from ptxas that work tile and mask are uniform.
+// does a single function for everything that changes with the work tile. A lambda that captures an
+// object with all of the state even hides from ptxas that work tile and mask are uniform.
 #pragma once
 
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -241,7 +241,7 @@ struct ForwardMainLoopSm90 {
     commit_products();
   }
 
-  // Computes the modifiers of probabilities under the products that have begun.
+  // Computes the modifiers of probabilities while the products that have begun run.
   CUTE_DEVICE static KeptBlocks kept_blocks(ForwardParams const& params, Control& control,
                                             Position const& at, WorkItem const& item, int tile) {
     if constexpr (Probabilities::kIsEarly) control.key.wait_again(at.key);
@@ -280,7 +280,7 @@ struct ForwardMainLoopSm90 {
   }
 
   // Whether a mask function may be false in a KV block, for the rows of a consumer from `own_row`
-  // on; true if block masks say so.
+  // on; always true if block masks decide instead.
   CUTE_DEVICE static bool may_be_masked(ForwardParams const& params, Mask const& mask,
                                         ScoreTilePosition at, int own_row) {
     if constexpr (decides_tiles<Config>()) {

@@ -22,7 +22,7 @@ struct SharedQueries {
   }
 };
 
-// A consumer's queries in registers: products read less shared memory and take fewer descriptors.
+// A consumer's queries in registers: products read less shared memory and need fewer descriptors.
 // Hazard: release the buffer only after a product has used the registers, see Pipeline::release().
 template <class Tile>
 struct RegisterQueries {
@@ -52,7 +52,7 @@ struct MappedOperands {
   using ValueTile = SharedTile<Config::kTileKey, Config::kValueDim>;
   static constexpr int kRowWarpgroups = Config::kTileQuery / kWarpgroupRows;
   static constexpr int kQueryBufferBytes = QueryTile::kBytes;
-  static constexpr int kQueryBytes = QueryTile::kBytes / kRowWarpgroups;  // of a consumer
+  static constexpr int kQueryBytes = QueryTile::kBytes / kRowWarpgroups;  // per consumer
   static constexpr int kHeadSteps = Config::kHeadDim / 16;
   static constexpr int kKeySteps = Config::kTileKey / 16;
   // Whether the main loop must zero values beyond a length: they lie in the tensor and may be NaN.
@@ -74,8 +74,8 @@ struct MappedOperands {
   static constexpr bool kRegisterQueries =
       Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kHeadDim / 4 >= main_loop_registers<Config>();
-  // Whether the modifiers of a KV block's probabilities are computed under the product of its
-  // scores, or only when they are needed.
+  // Whether the modifiers of a KV block's probabilities are computed while the product of its
+  // scores runs, or only when they are needed.
   static constexpr bool kModifiesEarly =
       Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kTileKey / 8 >= 32 + (Config::kBias ? 48 : 0) + (kWindow ? 16 : 0);
@@ -126,8 +126,8 @@ struct MappedOperands {
 
    private:
     // Copies one box for each page or part of a page. Keys without a valid page get a coordinate
-    // beyond the end of the pool, where TMA fills with zeros. All entries are read before the first
-    // copy, so their latencies overlap.
+    // beyond the end of the pool, for which TMA fills in zeros. All entries are read before the
+    // first copy, so their latencies overlap.
     CUTE_DEVICE void load_pages(int first, uint64_t& arrived, uint32_t buffer) const {
       constexpr int kBoxRows = Config::kKeyBoxRows;
       constexpr int kBoxes = Config::kTileKey / kBoxRows;

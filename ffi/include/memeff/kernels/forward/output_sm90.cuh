@@ -22,7 +22,7 @@ CUTE_DEVICE void write_empty_rows(ProblemShape const& shape, TensorView const& o
                                   float* statistics, float number, WorkItem const& item,
                                   int query_length, int row, int row_end) {
   using Element = typename Config::Element;
-  // Hazard: after a packed sequence the next one begins.
+  // Hazard: the rows after a packed sequence belong to the next one.
   int const end = min(row_end, Config::kVarlen ? query_length : shape.query_length);
   if (row >= end) return;
   Origin const origin = query_origin<Config>(shape, item.batch);
@@ -40,8 +40,8 @@ CUTE_DEVICE void write_empty_rows(ProblemShape const& shape, TensorView const& o
   }
 }
 
-// A consumer calls write() after the last KV block of a work tile, with consumer groups the first
-// group only.
+// A consumer calls write() after the last KV block of a work tile; with consumer groups only the
+// first group does.
 template <class Config, class Grid, class Softmax>
 struct ForwardOutputSm90 {
   using Element = typename Config::Element;
@@ -86,7 +86,7 @@ struct ForwardOutputSm90 {
                              query_length, row, row_end);
   }
 
-  // Writes them to a CTA's part of the queries that belong to no sequence.
+  // Does the same for a CTA's part of the queries that belong to no sequence.
   template <int kThreads>
   CUTE_DEVICE static void clear_gap(ForwardParams const& params, WorkItem const& item, int length,
                                     int tiles) {

@@ -1,5 +1,5 @@
-// The producer warpgroup of kernels/fmha_fwd_sm90.cuh: one thread hands out work tiles, and one
-// each copies queries, keys and values.
+// The producer warpgroup of kernels/fmha_fwd_sm90.cuh: one thread hands out work tiles, and three
+// others copy queries, keys and values.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -24,7 +24,7 @@ struct ForwardProducerSm90 {
   static constexpr int kTileQuery = Kernel::kTileQuery;
   static constexpr int kWorkTileStages = Kernel::kWorkTileStages;
 
-  // Run by all threads of the warpgroup: one of each warp works.
+  // Run by all threads of the warpgroup: one thread of each warp does the work.
   CUTE_DEVICE static void run(ForwardParams const& params, Operands const& operands,
                               Control& control, uint32_t tiles) {
     switch (threadIdx.x - Kernel::kConsumers) {
@@ -152,7 +152,7 @@ struct ForwardProducerSm90 {
     return {item, exists ? Mask(params.mask, params.shape, item.batch).query_length : 0};
   }
 
-  // Whether the tile is beyond the end of a packed sequence, and no gap behind it is to be cleared.
+  // Whether the tile is beyond the end of a packed sequence, and there is no gap after it to clear.
   CUTE_DEVICE static bool is_idle(ForwardParams const& params, WorkTile const& work_tile) {
     if constexpr (!Config::kVarlen) return false;
     if (work_tile.item.batch < 0) return false;
@@ -162,7 +162,7 @@ struct ForwardProducerSm90 {
   }
 
   // Each idle work tile costs a round trip to the counter, about 1 us. A call for the prompts among
-  // many decode steps has hundreds of them for each CTA.
+  // many decode steps has hundreds of them per CTA.
   CUTE_DEVICE static void skip_empty_sequences(ForwardParams const& params,
                                                WorkTile const& work_tile, int number) {
     if constexpr (Config::kPageSize > 0) {

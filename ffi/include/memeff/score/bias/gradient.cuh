@@ -206,7 +206,7 @@ struct ColumnSums {
   }
 };
 
-// Writes the zeros of a full gradient in the Q blocks that a KV block skips, for all heads of the
+// Writes zeros to a full gradient in the Q blocks that a KV block skips, for all heads of the
 // group. kThreads threads divide the work.
 template <class Config, int kThreads>
 CUTE_DEVICE void clear_skipped(BackwardParams const& params, WorkItem const& item,

@@ -10,7 +10,7 @@
 
 namespace memeff {
 
-// Loaded by TMA, into one buffer: the next bias is loaded when this one has been read. The producer
+// Loaded by TMA, into one buffer: the next bias is loaded once this one has been read. The producer
 // and the consumer of queries each have an object.
 template <class Config, class Tile, class Grid, bool kTma = has_tma_bias<Config>()>
 class QBlockBias {

@@ -1,6 +1,6 @@
 // A bias that is broadcast over columns: one number for each row of scores.
 //
-// It shifts all scores of a row alike, which shifts the logsumexp and leaves the probabilities
+// It shifts all scores of a row equally, which shifts the logsumexp and leaves the probabilities
 // unchanged. So no main loop reads it.
 #pragma once
 

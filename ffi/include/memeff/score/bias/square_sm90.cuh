@@ -9,7 +9,7 @@
 
 namespace memeff {
 
-// The bias loaded by TMA. The bias of the next square is loaded when the last slice of this square
+// The bias loaded by TMA. The bias of the next square is loaded once the last slice of this square
 // has read the buffer. The producer and each consumer have their own object.
 template <class Config, class Tiles, bool kTma = has_tma_bias<Config>()>
 class SquareBias {
@@ -33,7 +33,7 @@ class SquareBias {
         BiasSlice::of<Config>(params.bias, work.slices.first_batch, work.slices.first_head);
     uint64_t& arrived = control.bias.acquire(stage_, kBytes);
     CUTE_UNROLL
-    for (int row = 0; row < Tile::kRows; row += kWarpgroupRows) {  // of a box
+    for (int row = 0; row < Tile::kRows; row += kWarpgroupRows) {  // one box at a time
       load_tma_tile<Tile>(maps.bias, arrived, tile_, row, work.tile.row + row, slice.head,
                           slice.batch, CacheHint::EVICT_FIRST, work.tile.column);
     }

@@ -19,8 +19,8 @@ CUTE_HOST_DEVICE constexpr bool has_bias_tile() {
   return false;
 }
 
-// Whether scores may be so large that their sums lose digits. A bias or a function can make them
-// so; products do not.
+// Whether scores may be so large that their sums lose precision. A bias or a function can make them
+// so large; products do not.
 template <class Config>
 CUTE_HOST_DEVICE constexpr bool has_large_scores() {
   return has_bias_tile<Config>() || Config::kScoreFunction;
@@ -95,7 +95,7 @@ struct BiasTile {
   CUTE_DEVICE static void copy_words(uint32_t tile, int thread, char const* source,
                                      long long row_bytes, int row_bound, int column_bound) {
     constexpr int kRowWords = kColumns * int(sizeof(Element)) / 4 + (sizeof(Element) < 4 ? 1 : 0);
-    constexpr int kLanes = kRowWords > kWarpSize / 2 ? kWarpSize : kWarpSize / 2;  // of a row
+    constexpr int kLanes = kRowWords > kWarpSize / 2 ? kWarpSize : kWarpSize / 2;  // per row
     int const lane = thread % kLanes;
     for (int row = thread / kLanes; row < kRows; row += kThreads / kLanes) {
       char const* const begin = source + row * row_bytes;

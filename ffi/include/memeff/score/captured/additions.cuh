@@ -50,7 +50,7 @@ struct CapturedAdder<Config, true> {
  private:
   static constexpr float kUnit = float(1ll << Config::kExactSumBits);
 
-  // Sums of terms in range stay far below it.
+  // Sums of terms in range stay far below this.
   static constexpr unsigned long long kNotANumber = 0x6000000000000000;
 
   CUTE_DEVICE static void add(long long* address, long long x) {

@@ -1,5 +1,5 @@
-// FmhaBackwardDbias for any head dim: one CTA owns a tile of the gradient of the bias. It streams
-// the operands of every (batch, head) slice that reads this tile of the bias through two buffers.
+// FmhaBackwardDbias for any head dim: one CTA owns a tile of the bias gradient. For every (batch,
+// head) slice that reads this tile of the bias, it streams the operands through two buffers.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -8,8 +8,8 @@
 
 namespace memeff {
 
-// The entry point that the generated source instantiates if the gradient of a broadcast bias is
-// deterministic.
+// The entry point that the generated source instantiates if the gradient of a broadcast bias must
+// be deterministic.
 template <class Config>
 struct FmhaBackwardLargeDimDbias {
   using Scores = LargeDimScores<WithoutFunctionGradient<Config>>;

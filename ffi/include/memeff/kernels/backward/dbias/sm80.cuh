@@ -1,5 +1,5 @@
-// Runs after the backward: the gradient of a bias that is broadcast over the batch or heads, with
-// the same bits in every run.
+// Runs after the backward: the gradient of a bias that is broadcast over the batch or heads,
+// bitwise identical from run to run.
 //
 // One CTA owns a tile of the gradient. It iterates over the (batch, head) slices that read this
 // tile of the bias, recomputes P and dP of each and keeps the sum of dS in registers. This needs no
@@ -24,8 +24,8 @@
 
 namespace memeff {
 
-// The entry point; codegen emits it if a bias that is broadcast over batch or heads has a
-// deterministic gradient.
+// The entry point. Codegen emits it if the gradient of a bias that is broadcast over the batch or
+// heads must be deterministic.
 template <class Config>
 struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
   using Element = typename Config::Element;

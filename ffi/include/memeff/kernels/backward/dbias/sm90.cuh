@@ -1,15 +1,15 @@
 // Runs after the Hopper backward: the gradient of a bias that is broadcast over the batch or heads,
-// with the same bits in every run.
+// bitwise identical from run to run.
 //
 // As in dbias/sm80.cuh a tile of the gradient has one owner, which iterates over the (batch, head)
-// slices that read this tile of the bias and keeps the sum of dS in registers. A tile is a square
-// of as many queries as keys; each consumer owns 64 queries of it. The operands arrive in parts of
-// 64 columns, first those of S = Q K^T, then those of dP = dO V^T, through one ring of pairs of
-// buffers. So the next parts arrive under the products of these. The bias is the same for all
-// slices and is copied once per tile (score/bias/square_sm90.cuh).
+// slices that read this tile of the bias and keeps the sum of dS in registers. A tile is square,
+// with as many queries as keys; each consumer owns 64 of its queries. The operands arrive in parts
+// of 64 columns through one ring of buffer pairs, first those of S = Q K^T, then those of dP = dO
+// V^T. So the copies of the next parts overlap the products of the current ones. The bias is the
+// same for all slices and is copied once per tile (score/bias/square_sm90.cuh).
 //
-// The grid is no larger than the GPU, and a CTA owns every gridDim.x-th tile, so that the operands
-// of one tile arrive while the one before is finished.
+// The grid is no larger than the GPU, and each CTA owns every gridDim.x-th tile, so that the
+// operands of a tile arrive while the previous one is being finished.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -31,7 +31,7 @@
 
 namespace memeff {
 
-// The square tile of scores and its division over consumers.
+// The square score tile, and how the consumers divide it.
 template <class Config>
 struct BiasTilesSm90 {
   static constexpr int kTileQuery = cute::max(Config::kTileQuery, Config::kTileKey);
@@ -40,8 +40,8 @@ struct BiasTilesSm90 {
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kWarps, 16>;
 };
 
-// The kernel. MainTiles are the tiles of the main kernels before it, whose tensor maps and
-// statistics it shares.
+// The kernel. MainTiles are the tiles of the main kernels that run before it and whose tensor maps
+// and statistics it shares.
 template <class Config, class MainTiles>
 struct DbiasSm90 {
   using Element = typename Config::Element;
@@ -69,7 +69,7 @@ struct DbiasSm90 {
   static constexpr bool kHoldsBlock = kHeadParts + kValueParts <= kStages;
   static_assert(cute::max(kHeadParts, kValueParts) <= kStages);
   static constexpr int kPairBytes = 2 * Part::kBytes;
-  // The rows of the boxes of the tensor maps, which the main kernels share.
+  // The rows of a TMA box. The main kernels share the tensor maps.
   static constexpr int kQueryBox = kWarpgroupRows;
   static constexpr int kKeyBox = Config::kTileKey;
 
@@ -157,8 +157,9 @@ struct DbiasSm90 {
            slice = work.after(params, slice)) {
         load_pairs<kHeadParts>(params, maps.query, maps.key, params.key, work, slice, control,
                                stage, tiles);
-        // Load the bias after the operands of S. It has one buffer, which is free only when the
-        // previous tile has its last scores; buffers for the operands are free earlier.
+        // Load the bias after the operands of S. It has one buffer, which becomes free only when
+        // the last scores of the previous tile are complete; the operand buffers become free
+        // earlier.
         if (first) bias.produce(params, maps, work, control);
         first = false;
         load_pairs<kValueParts>(params, maps.out_gradient, maps.value, params.value, work, slice,
@@ -236,7 +237,7 @@ struct DbiasSm90 {
     Mask const mask(params.mask, params.shape, batch);
     Statistics const statistics = load_statistics(params, mask, work, batch, head);
 
-    // Loaded early, so that the bits do not wait for it.
+    // Loaded early, so that computing the bits of KeptBlocks does not wait for it.
     typename KeptBlocks::Source const source(params, batch, head);
     auto scores = Grid::make_accumulators();          // (4, 1, MMA_N)
     auto score_gradient = Grid::make_accumulators();  // (4, 1, MMA_N)
@@ -267,7 +268,7 @@ struct DbiasSm90 {
     add_gradient(params, statistics, kept, scores, score_gradient, sums);
   }
 
-  // Starts the product of the next pairs as a group.
+  // Starts the product of the next buffer pairs as one wgmma group.
   template <int kParts, class Accumulators>
   CUTE_DEVICE static void begin_product(BackwardParams const& params, Mask const& mask,
                                         Work const& work, Control& control,
@@ -291,7 +292,7 @@ struct DbiasSm90 {
     commit_products();
   }
 
-  // Releases the buffers of a product that has ended, from `stage` on.
+  // Releases the buffers of a finished product, from `stage` on.
   template <int kParts>
   CUTE_DEVICE static void release(Control& control, PipelineStage<kStages>& stage) {
     CUTE_UNROLL
@@ -301,8 +302,8 @@ struct DbiasSm90 {
     }
   }
 
-  // Clears the rows of a pair beyond the lengths of a slice: memory there may hold NaN, and P and
-  // dP would be NaN.
+  // Clears the rows of a pair beyond the lengths of a slice: memory there may hold NaN, which would
+  // make P and dP NaN.
   CUTE_DEVICE static void clear_beyond(ProblemShape const& shape, Mask const& mask,
                                        Work const& work, uint32_t pair) {
     int const row = work.tile.row;
@@ -319,7 +320,7 @@ struct DbiasSm90 {
   using KeptBlocks = typename ProbabilityModifiers<Config, Grid>::Tile;
 
   // Loads logsumexp and delta. Rows beyond the length get a logsumexp of +inf, as rows without keys
-  // do, so every P of them is 0.
+  // do, so that all their P are 0.
   CUTE_DEVICE static Statistics load_statistics(BackwardParams const& params, Mask const& mask,
                                                 Work const& work, int batch, int head) {
     float const* const source =
@@ -336,8 +337,8 @@ struct DbiasSm90 {
     return statistics;
   }
 
-  // Clears the scores of rows beyond the length of a slice: their bias may be NaN, and P would be
-  // NaN.
+  // Clears the scores of rows beyond the length of a slice: their bias may be NaN, which would make
+  // P NaN.
   template <class Scores>
   CUTE_DEVICE static void clear_rows_beyond(int row_bound, Scores& scores) {
     if (row_bound < kTileQuery) {
@@ -371,7 +372,7 @@ struct DbiasSm90 {
   }
 };
 
-// The entry point beside kernels/fmha_bwd_sm90.cuh.
+// The entry point for calls whose main kernel is kernels/fmha_bwd_sm90.cuh.
 template <class Config>
 struct FmhaBackwardDbias<Config, BackwardTilesSm90<Config>>
     : DbiasSm90<Config, BackwardTilesSm90<Config>> {};

@@ -3,8 +3,8 @@
 //
 // One consumer computes P^T = exp2(K Q^T - lse) and owns dK, the other computes dS^T = P^T (V dO^T
 // - delta) and owns dV. They exchange P^T and dS^T through shared memory. S and dP of one Q block
-// overlap dK and dV of the previous one, and the next Q block arrives in a third buffer meanwhile.
-// The first consumer has the scores, so it multiplies dS^T by the derivative of a soft cap.
+// overlap dK and dV of the previous one, while the next Q block arrives in a third buffer. The
+// first consumer holds the scores, so it multiplies dS^T by the derivative of a soft cap.
 #pragma once
 
 #include <memeff/kernels/backward/dkdv/out_consumer.cuh>

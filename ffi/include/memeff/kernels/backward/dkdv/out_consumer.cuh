@@ -32,7 +32,8 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
   using typename Base::ValueTile;
   using typename Base::Work;
 
-  // The steps of values that stay in registers, beside dV, dP, two packed operands and addresses.
+  // The k-steps of the values that stay in registers, alongside dV, dP, two packed operands and
+  // addresses.
   static constexpr int kScoreRegisters = kTileQuery / 2;
   static constexpr int kValueRegisters =
       Base::kConsumerRegisters - Config::kValueDim / 2 - 2 * kScoreRegisters - 32;
@@ -45,7 +46,7 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps,
                               Work const& work, Control& control, uint32_t tiles) {
     ProblemShape const& shape = params.shape;
-    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+    bool const leader = threadIdx.x % kWarpSize == 0;  // one per warp
     Mask const mask(params.mask, shape, work.item.batch);
     Steps const steps{params, work, mask, control, tiles, leader};
     uint32_t const value_tile = tiles + Base::kValueOffset;
@@ -146,8 +147,8 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
       }
     }
 
-    // The kept P^T. Hazard: read it again instead of keeping it from above, because ptxas
-    // serializes wgmma if a register of an operand is set while a product runs (C7513).
+    // The modified P^T. Hazard: read it again instead of keeping it from above, because ptxas
+    // serializes wgmma if an operand register is written while a product runs (C7513).
     CUTE_DEVICE ScoreOperand take_probabilities(ProbabilityStage const& received) const {
       ScoreOperand operand = load_probabilities(received);
       Signs::drop(operand);
@@ -167,8 +168,8 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
             DescriptorOperand<OutTile, Contiguous::outer>(Base::out_tile(tiles, stage)));
         commit_products();
       }
-      // Hazard: release only after the product has begun. Earlier, pending loads may still read the
-      // buffer that the other consumer overwrites.
+      // Hazard: release only after the product has begun. Before that, pending loads may still read
+      // the buffer, which the other consumer overwrites.
       __syncwarp();
       if (leader) control.probability.release(received);
       received.advance();
@@ -185,7 +186,8 @@ struct DkdvOutConsumer : DkdvSm90<Config> {
       return load_operand<ScoreTile, ScoreGrid>(Base::probability_tile(tiles, received));
     }
 
-    // Computes dS^T from P^T and dP^T: the gradient of query.key without the user's scale.
+    // Computes dS^T from P^T and dP^T: the gradient of Q K^T, not yet multiplied by the user's
+    // scale.
     template <class Scores>
     CUTE_DEVICE ScoreOperand differentiate(uint32_t statistics, ScoreOperand const& probabilities,
                                            Scores const& score_gradient,

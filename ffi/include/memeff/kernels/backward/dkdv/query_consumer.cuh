@@ -37,7 +37,8 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
 
   using Modifiers = ScoreModifiers<Config, Bias&, ScoreFunction<Config, ScoreGrid, true>>;
 
-  // The steps of keys that stay in registers, beside dK, S with its modifiers, and addresses.
+  // The k-steps of the keys that stay in registers, alongside dK, S with its modifiers, and
+  // addresses.
   static constexpr int kScoreRegisters = kTileQuery / 2;
   static constexpr int kKeyRegisters =
       Base::kConsumerRegisters - Config::kHeadDim / 2 -
@@ -49,7 +50,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps,
                               Work const& work, Control& control, uint32_t tiles) {
     ProblemShape const& shape = params.shape;
-    bool const leader = threadIdx.x % kWarpSize == 0;  // of its warp
+    bool const leader = threadIdx.x % kWarpSize == 0;  // one per warp
     Mask const mask(params.mask, shape, work.item.batch);
     Steps const steps{params, work, mask, control, tiles, leader};
     auto key_gradient = KeyGrid::make_accumulators();  // (4, 1, MMA_N)

@@ -35,15 +35,15 @@ struct DkdvSm90 {
   static constexpr int kBlocksPerSm = 1;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
-  static constexpr int kStages = Config::kQBlockStages;  // of queries and of dO
+  static constexpr int kStages = Config::kQBlockStages;  // for queries and for dO
   static constexpr int kProbabilityStages = Config::kProbabilityStages;
-  static constexpr int kGradientStages = 2;  // of dS^T
+  static constexpr int kGradientStages = 2;  // for dS^T
 
   using ScoreGrid = typename Tiles::ScoreGrid;
   using BiasTile = SharedTile<kTileQuery, kTileKey>;
   using Bias = QBlockBias<Config, BiasTile, ScoreGrid>;
-  // This kernel sums a bias gradient over rows only. The dq kernel, which owns the rows, writes one
-  // with all four dims.
+  // This kernel computes only a bias gradient that is summed over rows. The dq kernel, which owns
+  // the rows, writes a gradient with all four dims.
   static constexpr bool kSumsBias = Config::kBiasGradient == BiasGradient::columns;
   using BiasWriter =
       TransposedBiasGradient<Config, Tiles, kSumsBias ? BiasGradient::columns : BiasGradient::none>;
@@ -68,8 +68,8 @@ struct DkdvSm90 {
   struct Control : Bias::Control {
     Pipeline<1> key;
     Pipeline<1> value;
-    Pipeline<kStages> query;         // and the statistics of their rows
-    Pipeline<kStages> out_gradient;  // and the statistics
+    Pipeline<kStages> query;         // also covers the statistics of their rows
+    Pipeline<kStages> out_gradient;  // also covers the statistics
     Pipeline<kProbabilityStages> probability;
     Pipeline<kGradientStages> score_gradient;
   };

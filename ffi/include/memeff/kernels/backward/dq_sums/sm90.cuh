@@ -12,8 +12,8 @@
 
 namespace memeff {
 
-// Strategy 1: each consumer adds from its registers. It waits until the load/store unit has read
-// them and issues an instruction for every 512 bytes.
+// Strategy 1: each consumer adds from its registers. It issues one instruction for every 512 bytes
+// and waits until the load/store unit has read the registers.
 template <class Config, class Tiles>
 struct RegisterDqSumsSm90 {
   using Semaphore = cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>,
@@ -48,10 +48,10 @@ struct RegisterDqSumsSm90 {
   }
 };
 
-// Strategy 2: the consumers write the dQ of a Q block to shared memory and go on. One thread of the
-// producer's warpgroup adds it to the sums by one TMA reduction. If the sums are deterministic, the
-// same thread polls the predecessor's semaphore and publishes the CTA's progress when an addition
-// has been performed, so consumers never wait for another CTA.
+// Strategy 2: the consumers write the dQ of a Q block to shared memory and move on. One thread of
+// the producer's warpgroup adds it to the sums with a single TMA reduction. If the sums are
+// deterministic, the same thread polls the predecessor's semaphore and publishes the CTA's progress
+// once an addition has been performed, so consumers never wait for another CTA.
 template <class Config, class Tiles>
 struct TmaDqSumsSm90 {
   static constexpr bool kOrdered = Config::kOrdersQueries;
@@ -133,7 +133,7 @@ struct TmaDqSumsSm90 {
     CUTE_DEVICE void end() { wait_tma_stores_performed(); }
     CUTE_DEVICE void finish() { semaphore.publish(kFinished); }
   };
-  // The interface of Semaphore without an order.
+  // The same interface as Semaphore, without an order.
   struct NoSemaphore {
     CUTE_DEVICE NoSemaphore(BackwardParams const&, Control const&) {}
     CUTE_DEVICE void begin(int) {}

@@ -1,9 +1,9 @@
 // The gradients of key and value of the 3xFP16 backward: see fmha_bwd_f16x3_sm90.cuh.
 //
 // One CTA owns 64 keys and iterates over the Q blocks that attend to them. One consumer computes
-// P^T and owns dV, the other computes dS^T and owns dK. So each computes two products, and only
-// P^T passes through shared memory, as f32 numbers. Both split their own operand into hi and lo
-// parts in registers.
+// P^T and owns dV, the other computes dS^T and owns dK. So each computes two products, and only P^T
+// passes through shared memory, in f32. Each splits its own operand into hi and lo parts in
+// registers.
 #pragma once
 
 #include <memeff/kernels/backward/f16x3/gradient_consumer.cuh>
@@ -38,7 +38,7 @@ struct FmhaBackwardF16x3Dkdv : F16x3DkdvWork<Config> {
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
     uint32_t const tiles = shared_address(shared);
     if (threadIdx.x == kConsumers) {
-      constexpr int kWarps = kWarpgroupSize / kWarpSize;  // of a consumer
+      constexpr int kWarps = kWarpgroupSize / kWarpSize;  // per consumer
       control.key.init(1);
       control.value.init(1);
       control.query.init(kWarps * (1 + Config::kKeyGradient));

@@ -1,8 +1,8 @@
 // The gradient of the query of the 3xFP16 backward: see fmha_bwd_f16x3_sm90.cuh.
 //
 // One CTA owns 128 queries, 64 for each consumer, and iterates over the KV blocks that they attend
-// to. P and dS stay in registers, so consumers exchange nothing: while one computes P and dS, the
-// products of the other run.
+// to. P and dS stay in registers, so the consumers exchange nothing: while one computes P and dS,
+// the other's products run.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -37,8 +37,8 @@ struct FmhaBackwardF16x3Dq {
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
 
-  // Two products read the keys, and dQ, the second one, ends an iteration. So keys need one buffer
-  // more than values.
+  // Two products read the keys, and the second one, dQ, comes last in an iteration. So keys need
+  // one more buffer than values.
   static constexpr int kKeyStages = Config::kStages;
   static constexpr int kValueStages = kKeyStages - 1;
   using KeyStage = PipelineStage<kKeyStages>;
@@ -56,7 +56,7 @@ struct FmhaBackwardF16x3Dq {
 
   // The barriers in shared memory.
   struct Control {
-    Pipeline<1> query;  // and dO
+    Pipeline<1> query;  // also covers dO
     Pipeline<kKeyStages> key;
     Pipeline<kValueStages> value;
   };
@@ -103,7 +103,7 @@ struct FmhaBackwardF16x3Dq {
                           tiles + kOutOffset + i * kF16x3PartBytes<OutTile>,
                           tiles + kOutFactors + i * kF16x3FactorBytes);
     }
-    // Computed after the copies of the queries have started, because the key head takes a division.
+    // Computed after the query copies have started, because finding the key head takes a division.
     int const key_head = item.head / params.shape.group;
     char const* const keys = Tiles::key(params, item.batch, key_head, 0);
     char const* const values = Tiles::value(params, item.batch, key_head, 0);
@@ -139,9 +139,9 @@ struct FmhaBackwardF16x3Dq {
 
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid>>;
 
-  // The queries and dO that stay in registers, beside dQ, beside S and dP with the input of the
-  // derivative or, in the same registers, the operand and the sums of a product, and beside
-  // statistics, addresses and what masks and modifiers need.
+  // The part of the queries and dO that stays in registers. The other registers hold dQ; S and dP
+  // with the input of the derivative or, in the same registers, the operand and accumulators of a
+  // product; and statistics, addresses and whatever masks and modifiers need.
   static constexpr int kSumRegisters = Config::kHeadDim / 2;
   static constexpr int kScoreRegisters = (2 + !Modifiers::kConstantDerivative) * kTileKey / 2;
   static constexpr int kProductRegisters = kTileKey / 2 + kSumRegisters;
@@ -206,7 +206,7 @@ struct FmhaBackwardF16x3Dq {
     Mask const& mask;
     Control& control;
     uint32_t tiles;
-    bool leader;  // of its warp
+    bool leader;  // one per warp
     Statistics const& statistics;
     RowFactors query_rows;
     RowFactors out_rows;
@@ -222,7 +222,7 @@ struct FmhaBackwardF16x3Dq {
       begin_f16x3_scores<ValueTile>(score_gradient, outs, value_tile(tiles, value));
     }
 
-    // Replaces dP of KV block `tile` by dS, times the factors of its keys.
+    // Replaces dP of KV block `tile` with dS times the factors of its keys.
     template <class Scores>
     CUTE_DEVICE void differentiate_block(int tile, KeyStage const& key, ValueStage const& value,
                                          Scores& scores, Scores& score_gradient) const {
@@ -251,7 +251,7 @@ struct FmhaBackwardF16x3Dq {
     }
   };
 
-  // Replaces S by P times the derivative of the modifiers.
+  // Replaces S with P times the derivative of the modifiers.
   template <class Scores>
   CUTE_DEVICE static void exponentiate(BackwardParams const& params, Mask const& mask,
                                        ScoreTilePosition const& at, bool partial,
@@ -265,8 +265,8 @@ struct FmhaBackwardF16x3Dq {
     fence_accumulators(scores);
   }
 
-  // Replaces dP by dS, the gradient of query.key without the user's scale. `probabilities` are P
-  // times the derivative of the modifiers.
+  // Replaces dP with dS, the gradient of Q K^T, not yet multiplied by the user's scale.
+  // `probabilities` are P times the derivative of the modifiers.
   template <class Scores>
   CUTE_DEVICE static void differentiate(BackwardParams const& params, ScoreTilePosition const& at,
                                         Statistics const& statistics, Scores const& probabilities,

@@ -1,5 +1,5 @@
 // The consumer of backward/f16x3/dkdv.cuh that computes dS^T = P^T (V dO^T - delta) from the other
-// one's P^T, and dK += dS^T Q.
+// consumer's P^T, and dK += dS^T Q.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -68,7 +68,7 @@ struct F16x3GradientConsumer : F16x3DkdvWork<Config> {
   Work const& work;
   Control& control;
   uint32_t tiles;
-  bool leader;  // of its warp
+  bool leader;  // one per warp
 
   // dP^T = V dO^T
   template <class Scores>
@@ -78,8 +78,8 @@ struct F16x3GradientConsumer : F16x3DkdvWork<Config> {
     begin_f16x3_scores<OutTile>(score_gradient, values, Base::out_tile(tiles, stage));
   }
 
-  // Replaces dP^T by dS^T, the gradient of query.key without the user's scale, times the factors of
-  // the queries.
+  // Replaces dP^T with dS^T times the factors of the queries. dS^T is the gradient of Q K^T, not
+  // yet multiplied by the user's scale.
   template <class Scores>
   CUTE_DEVICE void differentiate(RowFactors const& value_rows, KeptBlocks const& kept,
                                  Stage const& stage, ProbabilityStage& received,
@@ -116,7 +116,7 @@ struct F16x3GradientConsumer : F16x3DkdvWork<Config> {
     scale_columns(score_gradient, Base::query_factors(tiles, stage));
   }
 
-  // The sums of dK += dS^T Q
+  // dK += dS^T Q
   template <class Part>
   CUTE_DEVICE void begin_gradient(Operand const& operand, Stage const& stage, Part& part) const {
     begin_f16x3_gradient<QueryTile>(part, operand, Base::query_tile(tiles, stage));

@@ -77,7 +77,7 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
   Mask const& mask;
   Control& control;
   uint32_t tiles;
-  bool leader;  // of its warp
+  bool leader;  // one per warp
 
   // S^T = K Q^T
   template <class Scores>
@@ -86,7 +86,8 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
     begin_f16x3_scores<QueryTile>(scores, keys, Base::query_tile(tiles, stage));
   }
 
-  // Replaces S^T by P^T, and sends P^T times the derivative of the modifiers to the other consumer.
+  // Replaces S^T with P^T, and sends P^T times the derivative of the modifiers to the other
+  // consumer.
   template <class Scores>
   CUTE_DEVICE void exponentiate(RowFactors const& key_rows, QBlockCursor const& q_block,
                                 Stage const& stage, ProbabilityStage& sent, Scores& scores) const {
@@ -139,7 +140,7 @@ struct F16x3ProbabilityConsumer : F16x3DkdvWork<Config> {
     }
   }
 
-  // The sums of dV += P^T dO
+  // dV += P^T dO
   template <class Part>
   CUTE_DEVICE void begin_gradient(Operand const& operand, Stage const& stage, Part& part) const {
     if constexpr (Config::kValueGradient) {

@@ -5,7 +5,7 @@
 // the factors of the rows that they are summed over, and only then is each row of them scaled.
 //
 // Hazard: tensor cores truncate accumulators instead of rounding them. So small products come
-// first, and each gradient's products of one tile have accumulators of their own, which are added
+// first, and each gradient accumulates the products of one tile separately, then adds the result
 // with rounding.
 #pragma once
 
@@ -21,8 +21,9 @@
 
 namespace memeff {
 
-// The bytes of a tile's hi and lo parts, and those of its factors. Unlike in the workspaces, they
-// have separate places in shared memory, because two tiles of factors would not fit beside padding.
+// The bytes of a tile's hi and lo parts, and those of its factors. Unlike in the workspaces, the
+// two are stored apart in shared memory, because two tiles with their factors would not fit if each
+// were padded.
 template <class Tile>
 constexpr int kF16x3PartBytes = Tile::kFactors;
 constexpr int kF16x3FactorBytes = kWarpgroupRows * int(sizeof(float));
@@ -35,7 +36,7 @@ CUTE_DEVICE void load_f16x3(char const* tile, uint64_t& barrier, uint32_t parts,
   load_tma(tile + Tile::kFactors, barrier, factors, kF16x3FactorBytes);
 }
 
-// The factors of the two rows of which a lane has elements.
+// The factors of the two rows in which a lane has elements.
 struct RowFactors {
   float of[2];
 
@@ -47,10 +48,10 @@ struct RowFactors {
   }
 };
 
-// A consumer's 64 rows of a tile, the left operand of S or dP in every iteration. As many steps as
-// fit kRegisters registers are register operands, first those of the hi parts, which two of the
-// three products read. A product of 64 columns reads shared memory as fast as it can if its left
-// operand is there, too.
+// A consumer's 64 rows of a tile, the left operand of S or dP in every iteration. As many k-steps
+// as fit in kRegisters registers are register operands, starting with those of the hi parts, which
+// two of the three products read. A product of 64 columns saturates the bandwidth of shared memory
+// if its left operand is there, too.
 template <class Tile, int kRegisters>
 struct F16x3Rows {
   static constexpr int kHighSteps = register_steps(Tile::kColumns, kRegisters);
@@ -183,7 +184,7 @@ CUTE_DEVICE void add_part(Gradient& gradient, Part& part, F16x3LeftOperand<kStep
 }
 
 // Stores this lane's rows of a gradient. The product's first row is `row` of the tensor's head, and
-// rows from `bound` of the product on are not written.
+// rows of the product from `bound` on are not written.
 template <class Config, class Grid, class Gradient>
 CUTE_DEVICE void store_gradient(TensorView const& tensor, Origin const& origin, int head, int row,
                                 int bound, int columns, Gradient const& gradient) {

@@ -10,7 +10,7 @@ template <class Config>
 struct FmhaBackwardF16x3Split : F16x3RowSplit<Config> {
   using Base = F16x3RowSplit<Config>;
   using typename Base::Tiles;
-  static constexpr int kBlocksPerSm = 3;  // with four, 64 registers, it spills at 128 columns
+  static constexpr int kBlocksPerSm = 3;  // four leave 64 registers, which spills at 128 columns
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
     ProblemShape const& shape = params.shape;

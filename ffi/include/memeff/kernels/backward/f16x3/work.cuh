@@ -24,16 +24,16 @@ struct F16x3DkdvWork {
   using Statistics = typename Blocks::Tiles;
   static constexpr int kTileQuery = Blocks::kTileQuery;
   static constexpr int kTileKey = Blocks::kTileKey;
-  static constexpr int kSteps = kTileQuery / 16;  // of a gradient's product
+  static constexpr int kSteps = kTileQuery / 16;  // k-steps of a gradient's product
   static constexpr int kConsumers = Blocks::kConsumers;
-  static constexpr int kStages = Blocks::kStages;  // of queries and of dO
+  static constexpr int kStages = Blocks::kStages;  // for queries and for dO
   static constexpr int kProbabilityStages = Blocks::kProbabilityStages;
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters =
       consumer_registers<kConsumers + kWarpgroupSize, kProducerRegisters>();
 
-  // The registers for keys or values, beside a gradient, the operand and the sums of its product,
-  // and addresses.
+  // The registers for keys or values, alongside a gradient, the operand and accumulators of its
+  // product, and addresses.
   static constexpr int kOtherRegisters = 40;
   CUTE_DEVICE static constexpr int free_registers(int columns) {
     return kConsumerRegisters - columns - kTileQuery / 2 - kOtherRegisters;
@@ -59,7 +59,7 @@ struct F16x3DkdvWork {
   struct Control {
     Pipeline<1> key;
     Pipeline<1> value;
-    Pipeline<kStages> query;  // and the statistics of their rows
+    Pipeline<kStages> query;  // also covers the statistics of their rows
     Pipeline<kStages> out_gradient;
     Pipeline<kProbabilityStages> probability;
   };
@@ -82,8 +82,8 @@ struct F16x3DkdvWork {
     return tiles + kStatisticsOffset + stage.index * kStatisticsBytes;
   }
 
-  // This lane's part of a buffer of P^T: vector n has its four elements of eight columns. Both
-  // consumers own the same elements, so no lane reads what another one wrote.
+  // This lane's part of a buffer of P^T: vector n holds its four elements of eight columns. A lane
+  // owns the same elements in both consumers, so no lane reads what a different lane wrote.
   CUTE_DEVICE static uint32_t probabilities(uint32_t tiles, ProbabilityStage const& stage) {
     return tiles + kProbabilityOffset + stage.index * kProbabilityBytes +
            thread_index() % kWarpgroupSize * 16;

@@ -1,5 +1,5 @@
-// Shared by the producer and the consumers of fmha_bwd_large_dim_sm90.cuh: the roles of CTAs, their
-// shared memory, the tiles of scores of a cluster, and the messages between its CTAs.
+// Shared by the producer and the consumers of fmha_bwd_large_dim_sm90.cuh: the roles of the CTAs,
+// their shared memory, the score tiles of a cluster, and the messages between its CTAs.
 #pragma once
 
 #include <memeff/arch/cluster.cuh>
@@ -27,14 +27,14 @@ struct LargeDimCluster {
   using Element = typename Config::Element;
   using Tiles = BackwardTilesTwoKernel<Config>;
   static constexpr bool kOwnsKeys = kOwned == Owned::keys;
-  static constexpr int kRows = kWarpgroupRows;  // of a tile of scores, and as many columns
+  static constexpr int kRows = kWarpgroupRows;  // and columns of a score tile
   static_assert(Tiles::kTileKey == kRows && Tiles::kTileQuery == 2 * kRows);
-  static constexpr int kScoreCtas = kOwnsKeys ? 1 : 2;  // of 64 rows each
+  static constexpr int kScoreCtas = kOwnsKeys ? 1 : 2;  // with 64 rows each
   static constexpr int kOutRank = kScoreCtas;
   static constexpr int kCtas = kScoreCtas + 1;
 
   static constexpr int kWarpgroups = Tiles::kWarpgroups;     // consumers
-  static constexpr int kWarps = kWarpgroupSize / kWarpSize;  // of a consumer
+  static constexpr int kWarps = kWarpgroupSize / kWarpSize;  // per consumer
   static constexpr int kConsumers = Tiles::kThreads;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
   static constexpr int kBlocksPerSm = 1;
@@ -51,8 +51,8 @@ struct LargeDimCluster {
   static constexpr int kStatisticsBytes = kRows * int(sizeof(float2));
   static constexpr int kMostBlocks = Config::kStages;  // that have panels in a ring
 
-  // A tile of scores between two CTAs: each thread's operand, in vectors. With the derivative of
-  // modifiers, dK needs P times the derivative and dV needs P.
+  // A score tile on its way between two CTAs: each thread's operand, in vectors. If the modifiers
+  // have a derivative that is not constant, dK needs P times the derivative and dV needs P.
   static constexpr int kTileBytes = kRows * kRows * int(sizeof(Element));
   static constexpr int kProbabilityTiles = kOwnsKeys && !Modifiers::kConstantDerivative ? 2 : 1;
   static constexpr int kProbabilityBytes = kProbabilityTiles * kTileBytes;
@@ -64,8 +64,9 @@ struct LargeDimCluster {
     using OwnTile = SharedTile<kRows, kColumns>;
     static constexpr int kPanels = kColumns / Panel::kColumns;
     static constexpr int kStages = kStages_;
-    // The first CTAs of a cluster that owns queries have the same panels of keys. Each copies every
-    // second one to both, and a buffer is empty when the consumers of both have released it.
+    // The first two CTAs of a cluster that owns queries use the same panels of keys. Each copies
+    // every second panel to both, and a buffer is empty when the consumers of both have released
+    // it.
     static constexpr int kSharers = kIsOut ? 1 : kScoreCtas;
     static_assert(OwnTile::kPanelBytes == Panel::kBytes && OwnTile::kPanels == kPanels);
     static_assert(kStages <= kMostBlocks * kPanels);
@@ -152,8 +153,8 @@ struct LargeDimCluster {
     }
   };
 
-  // The number of rows of a block that are valid if rows beyond them, which may be NaN, are in the
-  // ring; else all of them.
+  // The number of valid rows of a block if the ring also holds rows beyond them, which may be NaN;
+  // otherwise the number of all its rows.
   CUTE_DEVICE static int valid_rows(ProblemShape const& shape, Work const& work,
                                     ScoreTilePosition const& at) {
     int const row = kOwnsKeys ? at.row : at.column;
@@ -166,7 +167,8 @@ struct LargeDimCluster {
   CUTE_DEVICE static void init(Control<Role::kStages>& control, int rank) {
     control.panels.init(kWarps * kWarpgroups * Role::kSharers);
     init_barrier(control.own, 1);
-    // Both consumers read a message, except the one of two links in the last CTA.
+    // Both consumers of the receiver read a message. The exception is the last CTA of a cluster
+    // with two links, where each consumer reads one link.
     int const readers = kOwnsKeys || rank == kOutRank ? kWarpgroups : 1;
     CUTE_UNROLL
     for (int link = 0; link < kScoreCtas; ++link) {
@@ -194,14 +196,14 @@ struct LargeDimCluster {
     random_sleep();
   }
 
-  // Waits until the receiver has read the message before this one. `parity` is that of the message.
+  // Waits until the receiver has read the previous message. `parity` is that of the new message.
   CUTE_DEVICE static void acquire_message(Links& links, int link, int parity) {
     wait_barrier(links.delivered[link], parity ^ 1);
     random_sleep();
   }
 
   // Sends a message of kTiles tiles to the same thread of a warpgroup of another CTA; `offset` is
-  // its place in that CTA's shared memory. All threads of a warpgroup call it after
+  // its byte offset in that CTA's shared memory. All threads of a warpgroup call it after
   // acquire_message().
   template <int kTiles>
   CUTE_DEVICE static void send_message(Links& links, uint32_t tiles, int link, int rank, int offset,
@@ -244,7 +246,7 @@ struct LargeDimCluster {
     return operand;
   }
 
-  // Hazard: the values loaded from the message must have been used before, because an arrival
+  // Hazard: the values loaded from the message must have been used already, because an arrival
   // overtakes pending loads.
   CUTE_DEVICE static void release_message(Links& links, int link, int rank) {
     __syncwarp();

@@ -1,19 +1,21 @@
-// Attention backward for Hopper with head dims above 256, in two kernels that own what they write:
+// Attention backward for Hopper with head dims above 256, in two kernels, each of which owns the
+// gradients it writes:
 //
 //   FmhaBackwardLargeDimSm90Dq    clusters of three CTAs own 128 queries
 //   FmhaBackwardLargeDimSm90Dkdv  clusters of two CTAs own 64 keys
 //
-// The sum of 64 rows and 512 columns takes all registers of an SM, and so do 64 rows of an operand
-// and its buffers most of shared memory. So each CTA has one pair of operands, the queries and keys
-// or dO and values, and computes one product of scores. CTAs exchange tiles of P and dS through
-// distributed shared memory, and compute nothing twice inside a kernel:
+// The accumulators of 64 rows and 512 columns take all registers of an SM, and 64 rows of an
+// operand with its buffers take most of shared memory. So each CTA has one pair of operands, either
+// queries and keys or dO and values, and computes one of the two score products. CTAs exchange
+// tiles of P and dS through distributed shared memory, and nothing is computed twice within a
+// kernel:
 //
 //   owned     | CTA 0                     | CTA 1                       | CTA 2
 //   keys      | S^T = K Q^T, dK += dS^T Q | dP^T = V dO^T, dV += P^T dO |
 //   queries   | S = Q K^T, dQ += dS K     | the same for 64 more rows   | dP = dO V^T for 128 rows
 //
-// Two consumers of a CTA divide the columns of its sum, and compute the scores of blocks in turn,
-// as in the forward (kernels/fmha_fwd_large_dim_sm90.cuh).
+// The two consumers of a CTA divide the columns of its sum, and take turns computing the scores of
+// blocks, as in the forward (kernels/fmha_fwd_large_dim_sm90.cuh).
 #pragma once
 
 #include <memeff/kernels/backward/large_dim/out_role.cuh>

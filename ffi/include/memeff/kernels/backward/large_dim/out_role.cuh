@@ -134,13 +134,14 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
         exchange(params, control, tiles, warpgroup, block, statistics, score_gradient);
       }
     }
-    // The barriers of this CTA must exist until the last message has been acknowledged.
+    // This CTA's barriers must stay alive until the last message has been acknowledged.
     arrive_cluster();
     wait_cluster();
   }
 
  private:
-  // dP = dO V^T, panel by panel, each of which is released when the next one is multiplied.
+  // dP = dO V^T, panel by panel. Each panel is released once its product is done, while that of the
+  // next one runs.
   template <class Scores>
   CUTE_DEVICE static void multiply(Control& control, uint32_t tiles, int warpgroup,
                                    OutRows const& rows, PipelineStage<OutTiles::kStages>& stage,

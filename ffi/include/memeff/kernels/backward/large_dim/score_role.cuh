@@ -35,7 +35,7 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
   uint32_t tiles;
   int rank;
   Mask mask;
-  Statistics statistics;  // of the own rows, if these are queries
+  Statistics statistics;  // of this CTA's own rows, if they are queries
 
   CUTE_DEVICE LargeDimScoreRole(BackwardParams const& params, Work const& work, Links& links,
                                 uint32_t tiles, int rank)
@@ -53,7 +53,7 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
   CUTE_DEVICE static int link(int rank) { return rank; }
   CUTE_DEVICE static int peer(int) { return kOutRank; }
 
-  // The first own row, which follow each other in the CTAs of a cluster.
+  // The first of this CTA's own rows, which are consecutive over the CTAs of a cluster.
   CUTE_DEVICE int own_row() const { return work.own_row + rank * kRows; }
 
   CUTE_DEVICE ScoreTilePosition position(int block) const {
@@ -86,7 +86,8 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
 
   CUTE_DEVICE float sum_scale() const { return params.scale.gradient_scale; }
 
-  // The own rows of the gradient that exist; with queries, those within the length. Others get 0.
+  // The number of this CTA's rows of the gradient that exist; for queries, those within the length.
+  // Others get 0.
   CUTE_DEVICE int row_bound() const { return work.query_length - own_row(); }
 
   // Stores the gradient from a tile in shared memory. One warpgroup calls it.

@@ -105,7 +105,7 @@ struct LargeDimScores {
     }
   }
 
-  // Leaves the modified P and dS of a tile, rounded, in shared memory, each if its template
+  // Leaves the modified P and dS of a tile, rounded, in shared memory, each only if its template
   // argument asks for it.
   template <bool kProbabilities, bool kScoreGradients, class LoadNext>
   CUTE_DEVICE void compute(StepRing& ring, LargeDimTile const& tile, int parity,

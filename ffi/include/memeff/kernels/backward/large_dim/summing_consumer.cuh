@@ -7,13 +7,13 @@
 
 namespace memeff {
 
-// Each consumer computes every second tile of scores, and half of the columns of the gradient: the
-// even or the odd panels, and half of the last one if their number is odd.
+// Each consumer computes every second score tile, and half of the columns of the gradient: the even
+// or the odd panels, plus half of the last panel if their number is odd.
 //
 //   consumer 0 | S(0) P(0)        sum(0)  S(2) sum(1) P(2)  sum(2) ...
 //   consumer 1 |      S(1) sum(0) P(1)  sum(1)  S(3) sum(2) P(3) ...
 //
-// Role has the product of the scores and what is computed from them. The left operand of sum(b)
+// Role defines the score product and what is computed from the scores. The left operand of sum(b)
 // comes from another CTA. It depends on P(b), which leaves this CTA while the other consumer
 // computes its scores.
 template <class Config, Owned kOwned, template <class, Owned> class Role_>
@@ -35,11 +35,11 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
   using Stage = PipelineStage<RoleTiles::kStages>;
   static constexpr int kPanels = RoleTiles::kPanels;
   static constexpr int kSteps = kRows / 16;
-  static_assert(RoleTiles::kStages >= 2 * kPanels);  // consumer 1 has scores ahead of sums
+  static_assert(RoleTiles::kStages >= 2 * kPanels);  // consumer 1 computes scores ahead of sums
 
   using PanelGrid = WarpgroupGrid<kRows, Panel::kColumns>;
   using HalfGrid = WarpGrid<kRows, Panel::kColumns, kConsumers / kWarpSize, 16>;
-  static constexpr int kWholePanels = kPanels / kWarpgroups;  // of a consumer
+  static constexpr int kWholePanels = kPanels / kWarpgroups;  // per consumer
   static constexpr bool kHasHalf = kPanels % kWarpgroups != 0;
   static constexpr int kParts = kWholePanels + kHasHalf;
 
@@ -87,7 +87,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
       }
       compute(role, work, control, tiles, at, sums);
     }
-    // The barriers of this CTA must exist until the last message has been acknowledged.
+    // This CTA's barriers must stay alive until the last message has been acknowledged.
     arrive_cluster();
     store(role, params, maps, work, tiles, at.warpgroup, sums);
     wait_cluster();
@@ -112,11 +112,11 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     if (at.block < work.count) add_sum(role, control, tiles, at, sums);
   }
 
-  // Computes the scores of a block, and what follows from them. With kFollows the sum of the block
-  // before runs meanwhile.
+  // Computes the scores of a block, and what follows from them. With kFollows the sum of the
+  // previous block runs in the meantime.
   //
-  // Hazard: kFollows must be a constant, because ptxas serializes products if a branch separates
-  // them from the wait for others.
+  // Hazard: kFollows must be a compile-time constant, because ptxas serializes products if a branch
+  // separates them from the wait for other products.
   template <bool kFollows>
   CUTE_DEVICE static void add_own_block(Role const& role, Control& control, uint32_t tiles,
                                         Position& at, int block, Sums& sums) {
@@ -125,7 +125,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
     multiply_scores(control, tiles, at.scores, scores);
     at.scores.advance(kPanels);
-    at.scores.advance(kPanels);  // those of the other consumer
+    at.scores.advance(kPanels);  // skips those of the other consumer
     if constexpr (kFollows) begin_sum(role, control, tiles, at, sums);
     role.exchange(block, scores);
     if constexpr (kFollows) end_sum(control, at, sums);
@@ -137,7 +137,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     end_sum(control, at, sums);
   }
 
-  // Computes the product of the own rows and a block, panel by panel as they arrive.
+  // Computes the product of this CTA's own rows and a block, panel by panel as they arrive.
   template <class Scores>
   CUTE_DEVICE static void multiply_scores(Control& control, uint32_t tiles, Stage stage,
                                           Scores& scores) {
@@ -184,8 +184,8 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     Base::release_message(control, Role::link(role.rank), Role::peer(role.rank));
   }
 
-  // Waits for the sum, and releases the panels of the block. Both consumers release each panel,
-  // when about as many of their own are done.
+  // Waits for the sum, and releases the panels of the block. Both consumers release every panel,
+  // including those of the other one, as their own panels finish.
   CUTE_DEVICE static void end_sum(Control& control, Position& at, Sums& sums) {
     cute::for_each(cute::make_seq<kParts>{}, [&](auto part) {
       wait_products<kParts - 1 - part>();
@@ -199,7 +199,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     ++at.block;
   }
 
-  // Stores the gradient through the CTA's own rows, which no product reads any more.
+  // Stores the gradient through the buffer of the CTA's own rows, which no product reads any more.
   CUTE_DEVICE static void store(Role const& role, BackwardParams const& params,
                                 BackwardMaps const& maps, Work const& work, uint32_t tiles,
                                 int warpgroup, Sums& sums) {

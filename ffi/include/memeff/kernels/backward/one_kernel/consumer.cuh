@@ -182,8 +182,8 @@ struct BackwardConsumerSm90 {
     }
   }
 
-  // The columns of dQ that this consumer adds, among those that it computes: the first ones of the
-  // first consumer, and the last ones of the second.
+  // The columns of dQ that this consumer adds, among those that it computes: the first columns for
+  // the first consumer, and the last ones for the second.
   template <class Accumulators>
   CUTE_DEVICE static auto own_columns(int warpgroup, Accumulators const& computed) {
     if constexpr (Tiles::kForeignColumns == 0) {

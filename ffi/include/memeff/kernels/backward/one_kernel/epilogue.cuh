@@ -24,7 +24,7 @@ struct BackwardEpilogueSm90 {
   static constexpr auto kTileKey = Kernel::kTileKey;
   static constexpr auto kValueOffset = Kernel::kValueOffset;
 
-  // With split-Q adds up the parts of all CTAs, then scales and stores dk and dv.
+  // Scales and stores dk and dv. With split-Q it first adds up the parts of all CTAs.
   template <class KeyGradient, class ValueGradient>
   CUTE_DEVICE static void finish(BackwardParams const& params, BackwardMaps const& maps,
                                  Work const& work, int key_length, int warpgroup, uint32_t tiles,

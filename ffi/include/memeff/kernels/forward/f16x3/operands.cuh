@@ -2,12 +2,12 @@
 //
 // Scores are multiplied by the factors of their query and their key. Probabilities are multiplied
 // by the factors of their values, and only then is each row scaled as the rows of the other
-// operands are. So a masked key with a large value does not cost the other probabilities of its row
-// precision.
+// operands are. So a masked key whose value is large does not cost the other probabilities of the
+// row any precision.
 //
 // Hazard: tensor cores truncate accumulators instead of rounding them. So small products come
-// first, and the products with the values of one tile have accumulators of their own, which are
-// added with rounding.
+// first, and the products with the values of one tile are accumulated separately, then added with
+// rounding.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>

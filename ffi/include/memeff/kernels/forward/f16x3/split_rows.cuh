@@ -22,7 +22,7 @@ struct F16x3RowSplit {
   static constexpr int kBlocksPerSm = 4;
   static constexpr int kLaneColumns = 8;  // 16 bytes of each part
 
-  // Splits the rows of CTA `block` of the keys, or from the CTA behind them on, of the values.
+  // Splits the rows of CTA `block`: the first CTAs take the keys, those after them the values.
   CUTE_DEVICE static void split_keys_or_values(Params const& params, int block) {
     ProblemShape const& shape = params.shape;
     int const key_blocks = blocks<typename Tiles::Key>(shape.key_length);
@@ -46,7 +46,7 @@ struct F16x3RowSplit {
     return {params.mask, params.shape, item.batch};
   }
 
-  // The number of CTAs for one head. The grids in codegen/kernels must count alike.
+  // The number of CTAs for one head. The grids in codegen/kernels must use the same count.
   template <class Tile>
   CUTE_DEVICE static int blocks(int length) {
     return Tiles::template count<Tile>(length) * (Tile::kRows / kF16x3Rows);
@@ -99,7 +99,7 @@ struct F16x3RowSplit {
 
  private:
   // The scale of a row, of which each lane has eight numbers. Infinities and NaN are ignored: no
-  // scale makes them finite, and so the other numbers of the row keep their precision.
+  // scale makes them finite, and the other numbers of the row keep their precision this way.
   template <int kRowLanes>
   CUTE_DEVICE static RowScale scale_of(uint4 const (&x)[2]) {
     int greatest = 0;

@@ -62,7 +62,7 @@ struct LargeDimConsumerSm90 {
   }
 
  private:
-  // Computes the KV blocks of the range two at a time, one of each consumer.
+  // Computes the KV blocks of the range two at a time, one per consumer.
   template <class Output>
   CUTE_DEVICE static void compute(ForwardParams const& params, Control& control, uint32_t tiles,
                                   WorkItem const& item, Mask const& mask, TileRange const& range,
@@ -93,8 +93,8 @@ struct LargeDimConsumerSm90 {
   // Adds a KV block whose scores this consumer computes, and with kFollows the previous one, whose
   // scores the other consumer computes and whose product overlaps the softmax.
   //
-  // Hazard: kFollows must be a constant, because ptxas serializes products if a branch separates
-  // them from the wait for others.
+  // Hazard: kFollows must be a compile-time constant, because ptxas serializes products if a branch
+  // separates them from the wait for other products.
   template <bool kFollows, class Scores, class Output>
   CUTE_DEVICE static void add_own_block(ForwardParams const& params, Control& control,
                                         uint32_t tiles, Position& at, Mask const& mask,
@@ -127,7 +127,7 @@ struct LargeDimConsumerSm90 {
   // Starts S = Q K^T, panel by panel as they arrive.
   //
   // Hazard: consumers wait for keys in turn. This one skipped those of the previous KV block, and a
-  // wait for the second next phase of a barrier returns at once.
+  // wait for the phase after next of a barrier would return at once.
   template <class Scores>
   CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, Position const& at,
                                        Scores& scores) {
@@ -147,7 +147,7 @@ struct LargeDimConsumerSm90 {
     Turns::pass(at.warpgroup);
   }
 
-  // Releases the keys of a KV block, each panel by another lane, and passes those of the next KV
+  // Releases the keys of a KV block, each panel by a different lane, and skips those of the next KV
   // block, which the other consumer reads.
   CUTE_DEVICE static void release_keys(Control& control, Position& at) {
     static_assert(kKeyPanels <= kWarpSize);

@@ -1,5 +1,5 @@
-// The producer threads of kernels/fmha_fwd_large_dim_sm90.cuh: one copies queries and keys, and one
-// each copies the values of a consumer.
+// The producer threads of kernels/fmha_fwd_large_dim_sm90.cuh: one copies queries and keys, and two
+// others copy values, one for each consumer.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>

@@ -29,7 +29,7 @@ struct FmhaForwardLatentCombine {
   CUTE_DEVICE static void run(ForwardParams const& params) {
     ProblemShape const& shape = params.shape;
     if constexpr (Config::kVarlen) clear_gaps(params);
-    long long const blocks = Schedule::row_tiles(shape) * (kTileQuery / kRows);  // of a key head
+    long long const blocks = Schedule::row_tiles(shape) * (kTileQuery / kRows);  // per key head
     long long const end = blocks * shape.key_heads * shape.batch;
     for (long long block = blockIdx.x; block < end;) {
       int const head_batch = int(block / blocks);
@@ -71,8 +71,8 @@ struct FmhaForwardLatentCombine {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       bool const valid = row + r < mask.query_length;
-      // The main kernel has written row tiles that have one part. Hazard: after a packed sequence
-      // the next one begins.
+      // The main kernel has already written row tiles with a single part. Hazard: the rows after a
+      // packed sequence belong to the next one.
       bool const exists = !Config::kVarlen && row + r < mask.rows.count(shape.query_length);
       if (valid ? parts.count != 1 : exists) store(params, batch, head, row + r, valid, sums[r]);
     }

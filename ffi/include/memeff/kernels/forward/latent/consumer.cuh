@@ -36,7 +36,7 @@ struct LatentConsumerSm90 {
   // its number.
   struct Position {
     int warpgroup;
-    bool leader;         // of its warp
+    bool leader;         // one per warp
     int next = 0;        // the buffer of the next part's first KV block
     int own_parity = 0;  // of the consumer's own buffer
     int other_parity = 0;
@@ -62,7 +62,7 @@ struct LatentConsumerSm90 {
   }
 
  private:
-  // Computes a part: the KV blocks [begin, end) of a row tile, two at a time, one of each consumer.
+  // Computes a part: the KV blocks [begin, end) of a row tile, two at a time, one per consumer.
   CUTE_DEVICE static void compute(ForwardParams const& params, Control& control, uint32_t tiles,
                                   KeyPart const& part, Position& at) {
     Mask const mask(params.mask, params.shape, part.batch);
@@ -85,7 +85,7 @@ struct LatentConsumerSm90 {
                           output);
     }
     if (block < part.end) {
-      // Without own scores in this part the consumer has not released the queries yet.
+      // A consumer that computed no scores in this part has not released the queries yet.
       __syncwarp();
       if (block == part.begin && at.leader) control.query.release(at.query);
       begin_other_values(control, tiles, at, softmax, output);
@@ -102,8 +102,8 @@ struct LatentConsumerSm90 {
   // Adds a KV block whose scores this consumer owns, and with kFollows the previous one, which
   // belongs to the other consumer and whose product overlaps the softmax.
   //
-  // Hazard: kFollows must be a constant, because ptxas serializes products if a branch separates
-  // them from the wait for others.
+  // Hazard: kFollows must be a compile-time constant, because ptxas serializes products if a branch
+  // separates them from the wait for other products.
   template <bool kFollows, class Scores, class Output>
   CUTE_DEVICE static void add_own_block(ForwardParams const& params, Control& control,
                                         uint32_t tiles, Position& at, Mask const& mask,
@@ -175,7 +175,7 @@ struct LatentConsumerSm90 {
     bool const clears =
         reads_beyond<Config>(mask.key_length, column + kTileKey, params.shape.key_length);
     if (clears) {
-      // Hazard: clear the value columns only. The part of the others is released already.
+      // Hazard: clear the value columns only. The part with the other columns is already released.
       clear_rows<SharedTile<kTileKey, Config::kValueDim>, kWarpgroupSize>(
           Kernel::keys(tiles, at.warpgroup), max(mask.key_length - column, 0));
     }

@@ -12,8 +12,8 @@
 
 namespace memeff {
 
-// A consumer calls write() after the last KV block of a part. It has the columns of Grid from its
-// own first column on.
+// A consumer calls write() after the last KV block of a part. It writes as many columns as Grid
+// has, from its own first column on.
 template <class Config, class Grid, class Softmax>
 struct LatentOutputSm90 {
   using Element = typename Config::Element;

@@ -117,7 +117,7 @@ struct LatentProducerSm90 {
   }
 
   // Finds the first row in the tensor of each box of a KV block. Keys without a valid page get a
-  // row beyond the end of the pool, where TMA fills with zeros.
+  // row beyond the end of the pool, for which TMA fills in zeros.
   CUTE_DEVICE static void find_rows(ForwardParams const& params, Control& control,
                                     KeyValueSource<Config> const& source, int key_length, int first,
                                     int (&rows)[kBoxes]) {

@@ -1,10 +1,10 @@
 // The operands of the split forward for pools of float8 (e4m3). Keys and values are converted to
 // float16 between shared memory and the tensor cores.
 //
-// Both products are of float16, whatever the query's dtype, because float16 holds e4m3 numbers
-// exactly and suits probabilities. A row of queries is multiplied by a power of two that brings its
-// largest element to 2^14 or more, and its scores are divided by it. Elements that are more than
-// 2^-31 of the largest one are converted from bfloat16 exactly.
+// Both products are computed in float16, whatever the query's dtype, because float16 holds e4m3
+// numbers exactly and suits probabilities. A row of queries is multiplied by a power of two that
+// brings its largest element to 2^14 or more, and its scores are divided by it. Elements larger
+// than 2^-31 times the largest one are converted from bfloat16 exactly.
 //
 // ldmatrix gives a lane four adjacent bytes of a row, but the tensor cores expect two elements of
 // k. Permutations outside the main loop make up for it. Keys: the bytes are four elements of k, so
@@ -76,14 +76,14 @@ class Float8Operands : public SplitTiles<Config> {
   static constexpr int kKeys = Tiles::kConsumerGroupKeys;
 
  public:
-  using Element = cutlass::half_t;  // of both products
+  using Element = cutlass::half_t;  // for both products
   using QueryTile = SharedTile<Tiles::kTileQuery, Config::kHeadDim>;
   using KeyTile = SharedTile<kKeys, Config::kHeadDim, 1>;
   using ValueTile = SharedTile<kKeys, Config::kValueDim, 1>;
 
   static constexpr bool kCopiesQuery = false;
 
-  // Shared memory behind the tiles has the factor of each row of queries, and for each stage of
+  // Shared memory after the tiles holds the factor of each row of queries, and for each stage of
   // each consumer group the key and value scales, one for every kPageStep keys.
   static constexpr bool kByPage =
       Config::kKeyScale == PoolScale::pages || Config::kValueScale == PoolScale::pages;
@@ -93,7 +93,7 @@ class Float8Operands : public SplitTiles<Config> {
   static constexpr int kScaleBytes =
       kFactorBytes + ConsumerGroup::kConsumerGroups * Config::kStages * kStageBytes;
 
-  // `length` is the number of keys of the sequence, and `shared` the address behind the tiles.
+  // `length` is the number of keys of the sequence, and `shared` the address after the tiles.
   CUTE_DEVICE Float8Operands(ForwardParams const& params, int key_head, int length, uint32_t shared)
       : params_(params), key_head_(key_head), length_(length), shared_(shared) {}
 
@@ -102,7 +102,7 @@ class Float8Operands : public SplitTiles<Config> {
   // that the tensor cores multiply with the four bytes of a lane.
   template <class RowAt>
   CUTE_DEVICE void load_query(RowAt row_at, int head_dim, uint32_t tile) const {
-    constexpr int kPairs = Config::kHeadDim / (2 * kWarpSize);  // of a lane
+    constexpr int kPairs = Config::kHeadDim / (2 * kWarpSize);  // per lane
     int const lane = threadIdx.x % kWarpSize;
 #pragma unroll 4
     for (int tile_row = threadIdx.x / kWarpSize; tile_row < Tiles::kTileQuery;

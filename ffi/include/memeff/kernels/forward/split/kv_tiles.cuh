@@ -27,8 +27,8 @@ struct SplitKvTiles {
   int end;
   uint32_t shared;
 
-  // Starts the copies of a KV block. Past the end it commits an empty group, so that waits keep
-  // their count.
+  // Starts the copies of a KV block. Past the end it commits an empty group, so that the counts of
+  // the waits stay correct.
   CUTE_DEVICE void load(int tile, int stage, Operands const& operands) {
     if (tile < end) {
       int const column =

@@ -8,7 +8,7 @@
 
 namespace memeff {
 
-// How warps divide a tile of scores and of the output.
+// How warps divide a score tile and an output tile.
 template <class Config>
 struct SplitTiles {
   static constexpr int kThreads = Config::kWarps * kWarpSize;
@@ -20,7 +20,7 @@ struct SplitTiles {
   static constexpr int kConsumerGroupKeys = kTileKey / Config::kKeyWarps;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
   using OutGrid =
-      WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // of a group
+      WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // per group
   static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
 };
 
@@ -36,13 +36,13 @@ template <class Config>
 struct SplitOperands : SplitTiles<Config> {
   using Tiles = SplitTiles<Config>;
   using OutGrid = typename Tiles::OutGrid;
-  using Element = typename Config::Element;  // of both products
+  using Element = typename Config::Element;  // for both products
   using QueryTile = SharedTile<Tiles::kTileQuery, Config::kHeadDim>;
   using KeyTile = SharedTile<Tiles::kConsumerGroupKeys, Config::kHeadDim>;
   using ValueTile = SharedTile<Tiles::kConsumerGroupKeys, Config::kValueDim>;
 
   static constexpr bool kCopiesQuery = true;  // by cp.async
-  static constexpr int kScaleBytes = 0;       // in shared memory, behind the tiles
+  static constexpr int kScaleBytes = 0;       // in shared memory, after the tiles
 
   CUTE_DEVICE SplitOperands(ForwardParams const&, int, int, uint32_t) {}
 

@@ -1,12 +1,13 @@
 // Tangents of attention for Hopper (forward mode): TMA, wgmma and warp specialization, with one
-// persistent CTA per SM. The forward has computed output and logsumexp before.
+// persistent CTA per SM. The forward has already computed output and logsumexp.
 //
 //   P = exp(S - lse)      dS = (dQ K^T + Q dK^T) dS/d(Q K^T)      dP = P dS
 //   dlse = rowsum(dP)     dO = P dV + dP V - dlse O
 //
-// The logsumexp is known, so there are neither maxima nor factors of the output. Work tiles, rings
-// and the producer are those of the forward; a buffer also has the tangents of its rows. Each
-// consumer owns 64 query rows of a work tile and iterates over its KV blocks from right to left:
+// The logsumexp is known, so there are no maxima to track and no output to rescale. Work tiles,
+// rings and the producer are those of the forward; a buffer also holds the tangents of its rows.
+// Each consumer owns 64 query rows of a work tile and iterates over its KV blocks from right to
+// left:
 //
 //   issue P(j) dV(j) + dP(j) V(j) | issue S(j+1) | issue dS(j+1) | wait for all but dS | P(j+1) |
 //   wait for dS | dP(j+1)

@@ -67,7 +67,8 @@ struct TangentMainLoopSm90 {
     auto tangents = ScoreGrid::make_accumulators();  // dS, then dP
     LeftOperand probabilities;
     LeftOperand probability_tangents;
-    // Hazard: before the first product. Otherwise ptxas waits for it before it assigns registers.
+    // Hazard: clear them before the first product. Otherwise ptxas waits for it before it assigns
+    // registers.
     cute::clear(sums);
     fence_accumulators(sums);
     bool begins = true;  // the first KV block
@@ -87,7 +88,8 @@ struct TangentMainLoopSm90 {
       control.value.wait(at.value);
       wait_products<0>();
       fence_accumulators(tangents);
-      // Hazard: not before a product has used registers that were loaded from the buffer.
+      // Hazard: release only after a product has used the registers that were loaded from the
+      // buffer.
       release_keys(control, at, Operands::kReadsQueriesOnce ? begins : tile == range.begin);
       if constexpr (Operands::kScoreTangent) {
         multiply(scores, tangents);
@@ -121,7 +123,8 @@ struct TangentMainLoopSm90 {
                                           WorkItem const& item, Blocks const& range, int tile,
                                           Queries& queries) {
     modifiers_of(params, mask, item, tiles).load(tile * kTileKey);
-    // Hazard: alternately, because the producer may fill one ring only when the other is empty.
+    // Hazard: skip them alternately, because the producer may fill one ring only when the other is
+    // empty.
     CUTE_NO_UNROLL
     for (int count = range.passed(tile + 1); count > 0; --count) {
       Consumer::skip(control.key, at.key, 1, at.leader);
@@ -176,8 +179,8 @@ struct TangentMainLoopSm90 {
     at.value.advance();
   }
 
-  // From scores to probabilities, an operand, and to their derivative with respect to dQ K^T +
-  // Q dK^T, in place of the scores.
+  // Turns scores into probabilities, an operand, and replaces the scores with P times their
+  // derivative with respect to dQ K^T + Q dK^T.
   CUTE_DEVICE static void exponentiate(TangentParams const& params, Mask const& mask,
                                        WorkItem const& item, int tile, Blocks const& range,
                                        uint32_t tiles, Position const& position, Rows const& rows,

@@ -23,7 +23,7 @@ struct TangentOperands {
   static constexpr bool kScoreTangent = Config::kQueryTangent || Config::kKeyTangent;
   static constexpr int kRowWarpgroups = Config::kTileQuery / kWarpgroupRows;
   static constexpr int kQueryBufferBytes = (1 + Config::kQueryTangent) * QueryTile::kBytes;
-  static constexpr int kQueryBytes = kQueryBufferBytes / kRowWarpgroups;  // of a consumer
+  static constexpr int kQueryBytes = kQueryBufferBytes / kRowWarpgroups;  // per consumer
   static constexpr int kHeadSteps = Config::kHeadDim / 16;
   static constexpr int kKeySteps = Config::kTileKey / 16;
   static constexpr bool kClearsValues = true;
@@ -122,7 +122,7 @@ struct TangentOperands {
     return pair<Values>(params.value, maps.value, maps.value_tangent, item);
   }
 
-  // A NaN beyond the key length would reach the tangents of valid scores' sums as 0 * NaN.
+  // A NaN beyond the key length would reach the tangents of sums over valid scores as 0 * NaN.
   CUTE_DEVICE static void clear_keys(uint32_t keys, int first) { Keys::clear(keys, first); }
   CUTE_DEVICE static void clear_values(uint32_t values, int first) { Values::clear(values, first); }
 

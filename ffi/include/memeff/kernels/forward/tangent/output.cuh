@@ -11,7 +11,7 @@
 
 namespace memeff {
 
-// The two rows of a work tile of which a lane has elements. Grid is that of the scores.
+// The two rows of a work tile in which a lane has elements. Grid is that of the scores.
 template <class Config, class Grid>
 struct TangentRows {
   static constexpr int kRows = 2;
@@ -27,7 +27,8 @@ struct TangentRows {
     for (int r = 0; r < kRows; ++r) {
       int const row = item.tile * Config::kTileQuery + Grid::element_row(2 * r, 0);
       float own = row < query_length ? of_head[row] : -infinity();
-      // As in a backward: such a row has no keys, or a bias whose exponents have no digits.
+      // As in a backward: such a row has no keys, or a bias so large that its exponents lose all
+      // precision.
       bool const empty = fabsf(own) >= kWholeFloats;
       if constexpr (shifts_rows<Config>()) {
         // The logsumexp contains this bias, but the scores of the main loop do not.
@@ -54,8 +55,8 @@ struct TangentOutputSm90 {
   static constexpr int kBlocks = Config::kValueDim / 8;
 
   using ForwardRow = RowVectors<kBlocks>;
-  // Both rows of the forward's output, loaded under the last product. Above 192 columns they would
-  // spill.
+  // Both rows of the forward's output, loaded while the last product runs. Above 192 columns they
+  // would spill.
   static constexpr bool kLoadsEarly = Config::kValueDim <= 192;
   struct ForwardRows {
     ForwardRow rows[kLoadsEarly ? 2 : 1];
