@@ -88,7 +88,7 @@ class Compilation:
         self._pool.shutdown()
 
     def program(self, peer: Peer, cell: Cell, inputs, backward: bool):
-        """The program; raises the error of its compilation."""
+        """The program; raises the error that its compilation raised."""
         compiled, results = self._futures.pop((cell, peer.name, backward)).result()
         calls = calls_per_launch(cell.flops(backward), jax.default_backend())
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), [results] * calls)
@@ -96,9 +96,9 @@ class Compilation:
 
 
 def _differences(programs: dict[str, Any], timed: Sequence[str], cell: Cell) -> dict[str, float]:
-    """Largest relative Frobenius distance of each peer's results to those of the first peer.
+    """The largest relative Frobenius distance of each peer's results from the first peer's.
 
-    They show whether a peer computes the same function. Each peer draws dropout differently.
+    It shows whether a peer computes the same function. Each peer draws dropout differently.
     """
     if cell.dropout or not timed:
         return {}

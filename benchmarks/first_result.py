@@ -33,9 +33,9 @@ def _generates_code(filename: str) -> bool:
 
 
 def _code_generation_seconds(profile: cProfile.Profile) -> float:
-    """Wall time in ``_cuda`` and ``codegen``, and in all that they call.
+    """Wall time in ``_cuda`` and ``codegen``, and in everything that they call.
 
-    This is the cumulative time of every call from a function outside of them to one inside.
+    This is the cumulative time of all calls from a function outside of them to one inside.
     """
     return sum(
         cumulative

@@ -20,7 +20,7 @@ _HEAD_DIM = 128
 
 
 def _random_shapes(count: int):
-    """Random (B, T, S, N, K), from a fixed seed."""
+    """Random tuples (B, T, S, N, K), from a fixed seed."""
     draw = random.Random(0)
     for _ in range(count):
         key_heads = draw.choice((1, 2, 4, 8))

@@ -72,7 +72,7 @@ class Compilation:
             for name in step.calls:
                 if name in CALLS or name in OURS:
                     processes.submit(_precompile, name, step, implementation)
-            if "fa4" in step.calls:  # it has a cache on disk, if its variable is set
+            if "fa4" in step.calls:  # it has a disk cache if its variable is set
                 processes.submit(precompile.compile_peer, "fa4", step.cell, False)
         processes.wait(progress)
         self._futures: dict[tuple[Step, str], Future] = {}
@@ -93,7 +93,7 @@ class Compilation:
         return jax_programs.compile_calls(function, arrays, calls_per_launch(step))
 
     def program(self, name: str, step: Step, arrays: Any) -> jax_programs.JaxProgram:
-        """The program; raises the error of its compilation."""
+        """The program; raises the error that its compilation raised."""
         compiled, results = self._futures.pop((step, name)).result()
         zeros = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype), [results] * calls_per_launch(step)
@@ -152,7 +152,7 @@ def _add_differences(step: Step, programs: dict[str, Any], records: dict[str, An
     for name in timed[1:]:
         rows, call = slice(None), CALLS.get(name)
         if call is not None:
-            if call.is_tree:  # other queries
+            if call.is_tree:  # its queries differ
                 continue
             rows = call.rows(step)
         reference, result = (

@@ -33,7 +33,7 @@ _TARGETS = (_ROOT / "docs" / "benchmarks.md", _ROOT / "README.md")
 _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
-# Groups with a block of their own, for results whose cells are all of one.
+# Groups with a block of their own, for results whose cells all belong to one group.
 _BLOCKS = ("masks", "deterministic", "decode", "dims", "large_dims", "float32", "functions")
 _NAMES = (
     *("tables", "summary", "host", "features", "paged", "ring", "errors", "overview"),
@@ -46,10 +46,10 @@ _FEW_QUERIES = "decode"
 
 
 def summary(document: dict[str, Any]) -> str:
-    """Geometric mean and minimum of the ratio against each peer, and in each group of cells
-    against the fastest peer of each cell.
+    """Geometric mean and minimum of the ratio to each peer, and in each group of cells to the
+    fastest peer of each cell.
 
-    Only cells with figures for both count, so the table has their number.
+    Only cells with figures for both count, so the table shows their number.
     """
     document = _with_figures(document)
     own, cells = ours(document), document["cells"]
@@ -113,7 +113,7 @@ def _has_few_queries(cell: dict[str, Any]) -> bool:
 def _figures(
     document: dict[str, Any], direction: str, reasons: list[str], few_queries: bool
 ) -> str:
-    """TFLOP/s of each cell and peer, or TB/s of keys and values where there are few queries."""
+    """TFLOP/s of each cell and peer, or TB/s of keys and values if there are few queries."""
     rows = []
     for cell in document["cells"]:
         if direction not in cell["results"] or _has_few_queries(cell) != few_queries:
@@ -276,7 +276,7 @@ def of_grid(document: dict[str, Any]) -> bool:
 
 
 def block_of(document: dict[str, Any]) -> str:
-    """The name of the block for results beside the main grid."""
+    """The name of the block for results outside the main grid."""
     groups = {cell["group"] for cell in document["cells"]}
     return groups.pop() if len(groups) == 1 and groups <= set(_BLOCKS) else "features"
 

@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
 
 class Program:
-    """Calls of a compiled function, each after the one before."""
+    """Calls of a compiled function, one after the other."""
 
     calls = 1
 

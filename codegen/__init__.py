@@ -1,5 +1,5 @@
 """From a problem to a compiled kernel: ``Problem`` → ``KernelSpec`` → source → fatbin.
 
-Needs neither jax nor a GPU. Only ``toolchain/nvrtc.py`` calls the compiler, and ``cuda.core`` is
-imported when the first kernel is compiled.
+This package needs neither jax nor a GPU. Only ``toolchain/nvrtc.py`` calls the compiler, and
+``cuda.core`` is imported when the first kernel is compiled.
 """

@@ -7,20 +7,20 @@ import dataclasses
 from jax_memeff.codegen import arch as archs
 
 FIRST_CAPABILITY = 75
-"""Every kernel uses ldmatrix and the mma.sync fragments that begin with sm_75. Compilers of CUDA 13
+"""Every kernel uses ldmatrix and the mma.sync fragments that sm_75 introduced. CUDA 13 compilers
 support nothing older."""
 
 WGMMA_ARCH = "sm_90a"
-"""The only architecture with wgmma. sm_90 without the letter takes the kernels of mma.sync."""
+"""The only architecture with wgmma. sm_90 without the letter gets the mma.sync kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Architectures with the same shared memory. Each has tiles of its own in ``kernels/``."""
+    """Architectures with the same shared memory. Each ``Gpu`` has its own tiles in ``kernels/``."""
 
     name: str
     max_shared_bytes: int
-    """The most dynamic shared memory that a CTA may have after opting in."""
+    """The largest dynamic shared memory that a CTA may opt in to."""
     system_bytes: int = 1024
     """The shared memory that the system reserves for every CTA."""
     dtypes: tuple[str, ...] = ("f16", "bf16", "f32", "tf32")
@@ -42,8 +42,8 @@ _BY_CAPABILITY = {75: SM75, 80: SM80, 87: SM80, 90: SM90, 100: SM90, 103: SM90, 
 def of(arch: str) -> Gpu:
     """The GPU of ``arch``.
 
-    An architecture that is not listed counts as one with 99 KB, which every GPU from sm_80 on gives
-    a CTA.
+    An architecture that is not listed is treated as having 99 KB per CTA, which every GPU from
+    sm_80 on offers.
 
     >>> of("sm_90a").max_shared_bytes // 1024, of("sm_89").max_shared_bytes // 1024
     (227, 99)
@@ -52,7 +52,7 @@ def of(arch: str) -> Gpu:
 
 
 def has_wgmma(arch: str) -> bool:
-    """Whether kernels of wgmma run on ``arch``.
+    """Whether wgmma kernels run on ``arch``.
 
     >>> has_wgmma("sm_90a"), has_wgmma("sm_90")
     (True, False)

@@ -1,4 +1,4 @@
-"""The data for launches of a kernel: its entry points, their grids, and its arrays."""
+"""The data for launching a kernel: its entry points, their grids, and its arrays."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Literal, NamedTuple
 
 ROW_DIMS = "B T N"
 PACKED_ROW_DIMS = "1 query_tokens N"
-"""The dims of arrays with a number per row of scores, for padded and for packed sequences."""
+"""The dims of arrays with one number per row of scores, for padded and for packed sequences."""
 
 
 class BlockMask(NamedTuple):
-    """The block mask of tiles of ``query`` rows and ``key`` columns, with a row for each tile of
+    """The block mask for tiles of ``query`` rows and ``key`` columns, with a row for each tile of
     ``lines`` (ffi/include/memeff/mask/block_mask.cuh).
 
     The rows of a tile are divided into ``parts`` of the same size, each with two bits of the tile's
@@ -93,7 +93,7 @@ class ParamsField(NamedTuple):
 
     ``path`` is its name in the parameters of both directions (ffi/include/memeff/params.h), and
     ``offset`` its first byte there, which the source asserts. ``value`` is the array whose address
-    it has, or one of the feature's ``numbers``.
+    it holds, or one of the feature's ``numbers``.
     """
 
     path: str

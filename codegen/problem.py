@@ -1,4 +1,4 @@
-"""The demands on a kernel, before any kernel is chosen."""
+"""What a call requires of a kernel, before any kernel is chosen."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Dtype = Literal["f16", "bf16", "f32", "tf32", "f64"]
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "tangent")
 REQUIRED_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-"""Those in which a call without a kernel is an error. Tangents without a kernel are computed in
-plain JAX."""
+"""The directions in which a call without a kernel is an error. Tangents without a kernel are
+computed in plain JAX."""
 DTYPE_BYTES: dict[Dtype, int] = {"f16": 2, "bf16": 2, "f32": 4, "tf32": 4, "f64": 8}
 DTYPES = tuple(DTYPE_BYTES)
 F32_DTYPES = ("f32", "tf32")
@@ -33,11 +33,11 @@ class Problem:
     """One feature set on one architecture. Batch, sequence lengths and heads are run-time values.
 
     ``dtype`` is that of query, key and value. f32 has two names, because kernels multiply it in two
-    ways: ``f32`` in three TF32 products, to the precision of f32, and ``tf32`` in one.
+    ways: ``f32`` with three TF32 products, to the precision of f32, and ``tf32`` with one.
     ``features`` are values by the names of ``features.FEATURES``; a feature that is absent is off.
     ``needs_grad`` are the gradients of a backward, or the operands that have a tangent, by default
     all of query, key and value.
-    ``sequence`` never changes a kernel; ``explain`` reports the grid with it.
+    ``sequence`` never changes a kernel; ``explain`` uses it to report the grid.
 
     ``problem[feature]`` is the value of a feature. Raises ``ValueError`` for a value that no
     problem can have; a possible problem that no kernel solves is left to ``select``.

@@ -1,4 +1,4 @@
-"""The ordered table of kernels, and the choice from it."""
+"""The ordered table of kernels, and the selection from it."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ _TANGENT_FEATURES: tuple[Mapping[str, Any], ...] = (
 def select(problem: Problem, strategy: Strategy = PLAIN) -> KernelSpec:
     """The first spec of the ordered table that solves ``problem`` with ``strategy``.
 
-    Raises ``UnsupportedError`` when there is none; its reasons begin with the inputs and hold each
-    reason once when it applies to every spec.
+    Raises ``UnsupportedError`` if there is none. Its reasons begin with the inputs, and a reason
+    that applies to every spec appears once.
 
     >>> select(Problem("forward", "bf16", 80, 80, "sm_80", {"mask": "causal"})).name
     'fmha_fwd_bf16_d96_128x64_causal_sm80'
@@ -154,7 +154,7 @@ def closure(
         if dtype in multiplied and (direction == "forward" or strategy.query_rows is None)
     }
     for dtype, pair, asked in itertools.product(dtypes, dims, _TANGENT_FEATURES):
-        with contextlib.suppress(UnsupportedError):  # then they are computed in plain JAX
+        with contextlib.suppress(UnsupportedError):  # then tangents are computed in plain JAX
             specs.add(select(_problem("tangent", dtype, pair, arch, asked)))
     for kernel, dtype in itertools.product(KERNELS, dtypes):
         for pair, asked in kernel.own_problems:
@@ -167,8 +167,8 @@ def closure(
 def _problem(
     direction: Any, dtype: Dtype, dims: tuple[int, int], arch: str, asked: Mapping[str, Any]
 ) -> Problem:
-    """f32 has no bias of 16 bits. A backward computes the gradients of all arrays that are there,
-    and query, key and value have tangents.
+    """A problem of the closure. f32 has no 16-bit bias, a backward computes the gradients of all
+    arrays present, and query, key and value have tangents.
     """
     bias = asked.get("bias")
     if bias is not None and dtype in F32_DTYPES:
@@ -202,8 +202,8 @@ def _rows(problem: Problem) -> list[tuple[Kernel, Row]]:
 
 
 def _order(entry: tuple[Kernel, Row]) -> tuple:
-    """Families, then little padding, then few split rows; the rest in the order of ``KERNELS`` and
-    of their tiles.
+    """Order by family, then by least padding, then by fewest split rows; the rest stays in the
+    order of ``KERNELS`` and of their tiles.
     """
     kernel, row = entry
     split_rows = row.tile.query if kernel.splits_keys else math.inf

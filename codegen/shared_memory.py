@@ -1,4 +1,4 @@
-"""Parts of a CTA's dynamic shared memory that several kernels have.
+"""Parts of a CTA's dynamic shared memory that several kernels use.
 
 Each kernel adds up its own total in ``kernels/``, and the compiler asserts it against the device
 headers.
@@ -26,8 +26,8 @@ def bias_rows(spec: KernelSpec, rows: int) -> int:
 
 
 def bias_bytes(spec: KernelSpec, rows: int, columns: int | None = None) -> int:
-    """A tile of the bias (ffi/include/memeff/score/bias/tile.cuh), by default with as many columns
-    as the KV block.
+    """The bytes of a bias tile (ffi/include/memeff/score/bias/tile.cuh), by default with as many
+    columns as the KV block.
     """
     bias = spec[BIAS]
     bits = int(bias.bits) if bias else 0
@@ -35,8 +35,8 @@ def bias_bytes(spec: KernelSpec, rows: int, columns: int | None = None) -> int:
 
 
 def merge_bytes(spec: KernelSpec, groups: int, rows: int) -> int:
-    """Maximum and sum of the ``rows`` of which each thread has elements, and the f32 outputs of all
-    but one of ``groups`` (ffi/include/memeff/collective/consumer_groups.cuh).
+    """The bytes of maximum and sum of the ``rows`` of which each thread has elements, and of the
+    f32 outputs of all ``groups`` but one (ffi/include/memeff/collective/consumer_groups.cuh).
     """
     if groups == 1:
         return 0
@@ -47,7 +47,7 @@ def merge_bytes(spec: KernelSpec, groups: int, rows: int) -> int:
 def captured_sum_bytes(spec: KernelSpec, columns: Sum, warps: int, warp_columns: int) -> int:
     """The bytes of the strips of all warps (ffi/include/memeff/score/captured/strip_sums.cuh).
 
-    ``columns`` is the dim that the columns of the scores' accumulators are, ``Sum.QUERY`` or
+    ``columns`` is the dim along the columns of the scores' accumulators, ``Sum.QUERY`` or
     ``Sum.KEY``; each warp has ``warp_columns`` of them.
     """
     functions = spec[FUNCTIONS]

@@ -1,4 +1,4 @@
-"""The sizes of one call: known when a program is lowered, and no part of a kernel's source."""
+"""The sizes of one call, which are known at lowering and are not part of a kernel's source."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import dataclasses
 class Sizes:
     """The numbers on which the strategy and the sizes of workspaces depend.
 
-    ``queries`` and ``keys`` are T and S; for packed sequences, the longest ones. ``bias_gradient``
-    is how many batch indices and how many heads have their own bias gradient.
+    ``queries`` and ``keys`` are T and S, for packed sequences the longest ones. ``bias_gradient``
+    holds the numbers of batch indices and of heads that have their own bias gradient.
     """
 
     batch: int
@@ -55,7 +55,7 @@ class Sizes:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is at least ``size``.
+    """The smallest multiple of ``multiple`` that is at least ``size``.
 
     >>> round_up(65, 64), round_up(64, 64)
     (128, 64)

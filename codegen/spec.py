@@ -1,4 +1,4 @@
-"""A spec: one kernel, described before its source is written."""
+"""A spec describes one kernel, before its source is generated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Family = Literal["sm90", "sm80"]
 SPEC_DTYPES: tuple[SpecDtype, ...] = ("f16", "bf16", "f32", "tf32")
 SPEC_GRADIENTS = ("query", "key", "value")
 FAMILIES: tuple[Family, ...] = ("sm90", "sm80")
-"""In the order of choice."""
+"""In the order of preference."""
 
 _DIRECTION_WORDS: Mapping[Direction, str] = {
     "forward": "fwd",
@@ -95,7 +95,7 @@ class Kernel(abc.ABC):
     header: ClassVar[str | None] = None
     """The device file of ffi/include/memeff/kernels, by default that with the name ``stem``."""
     reads_bias_by_elements: ClassVar[bool] = False
-    """Whether lanes load a bias that is not broadcast over rows or columns element by element."""
+    """Whether lanes load element by element a bias that is not broadcast over rows or columns."""
     sums_common_bias: ClassVar[bool] = True
     """Whether the kernel adds up the gradient of a bias that batch indices or heads share.
     Otherwise a dbias kernel does."""
@@ -106,22 +106,22 @@ class Kernel(abc.ABC):
     reads_pages: ClassVar[bool] = False
     """Whether keys and values may be in pages."""
     reads_float8_pages: ClassVar[bool] = False
-    """Whether these may be of float8."""
+    """Whether these may be float8."""
     reads_latent: ClassVar[bool] = False
     """Whether the values are the first columns of the keys."""
     own_problems: ClassVar[tuple[tuple[tuple[int, int], Mapping[str, Any]], ...]] = ()
     """Head dims and features of problems in the closure that no other kernel serves."""
     owns_outputs: ClassVar[bool] = False
-    """Whether each result besides those of a forward is written by the CTAs that own it, without
-    sums."""
+    """Whether each result, other than those of a forward, is written by the CTAs that own it,
+    without sums."""
     splits_keys: ClassVar[bool] = False
     """Whether a forward splits the keys over CTAs."""
     decides_mask_tiles: ClassVar[bool] = False
-    """Whether the kernel itself decides tiles of a mask function that has no block mask."""
+    """Whether the kernel itself classifies the tiles of a mask function without a block mask."""
     moves_unaligned_rows_in_pieces: ClassVar[bool] = False
     """Whether rows that are not aligned to 16 bytes take registers in the main loop."""
     persistent: ClassVar[bool] = False
-    """Whether the CTAs of a grid no larger than the GPU divide all work tiles of a problem."""
+    """Whether CTAs are persistent: a grid no larger than the GPU divides all work tiles."""
 
     @property
     def device_file(self) -> str:
@@ -141,7 +141,7 @@ class Kernel(abc.ABC):
         """The threads of a CTA of the main entry point."""
 
     def computing_threads(self, spec: KernelSpec) -> int:
-        """The threads of the main entry point less those that only copy."""
+        """The threads of the main entry point, not counting those that only copy."""
         return self.threads(spec)
 
     @abc.abstractmethod
@@ -218,7 +218,7 @@ class Kernel(abc.ABC):
         return MOST_STRIPS
 
     def completed(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> KernelSpec:
-        """``spec`` with the fields that this kernel alone sets."""
+        """``spec`` with the fields that only this kernel sets."""
         return spec
 
     def adds_across_blocks(self, problem: Problem) -> bool:
@@ -237,10 +237,9 @@ class KernelSpec:
     ``padded_head_dim`` (of query and key) and ``padded_value_dim`` are padded dims; the real ones
     are run-time parameters. ``spec[feature]`` is what the kernel has of a feature. ``gradients``
     are those of query, key and value that a backward computes or that have a tangent, and () in a
-    forward. Rows of query,
-    key, value, output and gradients begin at multiples of ``alignment`` bytes. ``pack_heads`` is
-    whether tiles of a split forward have the rows of all query heads that share a key head, and
-    ``split_q`` whether CTAs of a backward may share a KV block.
+    forward. Rows of query, key, value, output and gradients begin at multiples of ``alignment``
+    bytes. ``pack_heads`` is whether tiles of a split forward have the rows of all query heads that
+    share a key head, and ``split_q`` whether CTAs of a backward may share a KV block.
     """
 
     kernel: Kernel
@@ -304,7 +303,7 @@ class KernelSpec:
 
     @property
     def computing_threads(self) -> int:
-        """The threads of the main entry point less those that only copy."""
+        """The threads of the main entry point, not counting those that only copy."""
         return self.kernel.computing_threads(self)
 
     @property
@@ -329,7 +328,7 @@ class KernelSpec:
 
     @property
     def persistent(self) -> bool:
-        """Whether the CTAs of a grid no larger than the GPU divide all work tiles of a problem."""
+        """Whether CTAs are persistent: a grid no larger than the GPU divides all work tiles."""
         return self.kernel.persistent
 
     @property
@@ -354,7 +353,7 @@ class KernelSpec:
 
     @property
     def row_dims(self) -> str:
-        """The dims of an array with a number for each row of scores, such as the logsumexp."""
+        """The dims of an array with one number per row of scores, such as the logsumexp."""
         return PACKED_ROW_DIMS if self[registry.VARLEN] else ROW_DIMS
 
     @property
@@ -371,7 +370,7 @@ class KernelSpec:
         key: int | None = None,
         parts: int = 1,
     ) -> BlockMask | None:
-        """The block mask of tiles of ``query`` rows and ``key`` columns, by default of the tile."""
+        """The block mask for tiles of ``query`` rows and ``key`` columns, by default the tile's."""
         if not self.has_block_mask:
             return None
         return BlockMask(lines, query or self.tile.query, key or self.tile.key, parts)
@@ -383,7 +382,7 @@ class KernelSpec:
 
     @property
     def sort_key(self) -> tuple:
-        """The order of ``closure``: little padding, then few split rows, then large tiles."""
+        """The order of ``closure``: least padding, then fewest split rows, then largest tiles."""
         return (
             FAMILIES.index(self.family),
             DIRECTIONS.index(self.direction),

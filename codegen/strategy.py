@@ -1,6 +1,6 @@
-"""How the work of a call is divided over a GPU; the GPU's numbers decide which way is faster.
+"""How the work of a call is divided over a GPU; which way is faster depends on the GPU's numbers.
 
-``Problem`` describes the demands; the same problem may use another kernel if its call has few
+``Problem`` describes the requirements; the same problem may use another kernel if its call has few
 tiles.
 """
 
@@ -22,7 +22,7 @@ QUERY_ROWS: tuple[QueryRows, ...] = ("16", "32", "64", "consumer_groups")
 
 MULTIPROCESSORS = 132
 """The number on an H100 and on an H200. A program is lowered before its device is known, so this is
-the default; the launcher reduces what it launches to the device (ffi/src/launch/key_splits.cc)."""
+the default; the launcher limits what it launches to the device (ffi/src/launch/key_splits.cc)."""
 
 MOST_SPLIT_BLOCKS = 512
 """The most CTAs with partial results: the largest GPUs then have a few for each SM."""
@@ -37,9 +37,9 @@ of one head may have a block mask, for which warps with 32 rows have no register
 _PLAIN_ROWS = 128
 _WARPGROUP_ROWS = 64
 _LEAST_Q_BLOCKS = 4
-"""Q blocks of 64 rows for each CTA of a split-Q backward; with fewer the sums take longer."""
+"""Q blocks of 64 rows for each CTA of a split-Q backward; with fewer, the sums take longer."""
 _PARTS_A_Q_BLOCK = 2
-"""The number of partial sums of dk and dv that are read from L2 in the time of one Q block."""
+"""The number of partial sums of dk and dv that can be read from L2 in the time of one Q block."""
 _MMA_SYNC_COST = 2
 """Relative cost of a key without wgmma: mma.sync reaches half the throughput."""
 _COMBINATION = 1024
@@ -88,9 +88,9 @@ _forced: ContextVar[dict[str, Strategy]] = ContextVar("strategies")
 
 @contextlib.contextmanager
 def using(**strategies: Strategy) -> Iterator[None]:
-    """Calls that are lowered in this context take ``strategies``, by direction, whatever their
-    sizes: to compare strategies, and to test each of them with small arrays. Programs that are
-    already compiled keep theirs.
+    """Calls that are lowered in this context use ``strategies``, by direction, whatever their
+    sizes. This serves to compare strategies, and to test each of them with small arrays. Programs
+    that are already compiled keep theirs.
 
     >>> problem = Problem("forward", "bf16", 64, 64, "sm_90a")
     >>> sizes = Sizes(batch=1, queries=1, keys=4096, heads=32, key_heads=8)
@@ -141,7 +141,7 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     packed = sizes.group if pack_heads(problem) else 1
     rows = sizes.queries * packed
     if problem[features.PAGES].dtype != "query":
-        return "16" if rows <= FEW_ROWS else "64"  # no other kernel converts keys
+        return "16" if rows <= FEW_ROWS else "64"  # no other kernel converts keys from float8
     slices = sizes.batch * sizes.heads
     plain_tiles = slices * -(-sizes.queries // _PLAIN_ROWS)
     # Tiles that leave half of the GPU idle.

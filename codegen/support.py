@@ -75,7 +75,7 @@ def spec_reasons(spec: KernelSpec, problem: Problem, strategy: Strategy = PLAIN)
 
 
 def dim_reasons(spec: KernelSpec | Row, problem: Problem) -> list[str]:
-    """The part of ``spec_reasons`` that is quick to find, and rules out most of the table."""
+    """The part of ``spec_reasons`` that is cheap to check and rules out most of the table."""
     dims = (
         ("head_dim", problem.head_dim, spec.padded_head_dim),
         ("value_dim", problem.value_dim, spec.padded_value_dim),
@@ -86,7 +86,7 @@ def dim_reasons(spec: KernelSpec | Row, problem: Problem) -> list[str]:
 def unsupported_reasons(
     spec: KernelSpec, problem: Problem, strategy: Strategy = PLAIN
 ) -> list[str]:
-    """Every reason why ``spec`` does not solve ``problem``; empty when it does.
+    """Every reason why ``spec`` does not solve ``problem``; empty if it does.
 
     >>> from jax_memeff.codegen.select import select
     >>> problem = Problem("forward", "bf16", 64, 64, "sm_80")

@@ -5,8 +5,8 @@
 Forward and backward of causal attention with grouped heads run over growing sequences, in both
 layouts of ``jax_memeff.ring_attention``, and the shortest sequence is checked against one device.
 
-OUTPUT receives result.json and long_context.png: which part of the scores each device computes at
-each step, and the times. The exit status is 1 if the ring and one device differ.
+OUTPUT receives result.json and long_context.png: the fraction of its scores that each device
+computes at each step, and the times. The exit status is 1 if the ring and one device disagree.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def plot(result: dict, path: Path) -> None:
     for axes, layout in zip(maps, LAYOUTS, strict=True):
         share = work(layout, devices)
         images.append(axes.imshow(share, vmin=0, vmax=1, cmap="viridis"))
-        # A step lasts as long as the busiest device computes.
+        # A step takes as long as its busiest device.
         duration = share.max(0).sum()
         axes.set(xlabel="step", ylabel="device")
         axes.set_title(f"{layout}: as long as {duration:.1f} full steps")

@@ -11,7 +11,7 @@ common to all rows; it is learned through the gradient of the bias.
 
 OUTPUT receives results.json (every loss, and the memory of one gradient by length) and
 pair_bias.png. The exit status is 1 if a run of the preset's full length does not end at 30 % of
-the variance of the targets; without the pairs nothing comes much below 100 %.
+the variance of the targets; without the pairs, no model gets much below 100 %.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Trainer:
         return optax.apply_updates(parameters, updates), state, loss
 
     def step(self, index: int) -> jax.Array:
-        """One update on new points; its loss, as a share of the variance of the targets."""
+        """One update on new points; returns its loss as a share of the variance of the targets."""
         key = jax.random.fold_in(self.key, index)
         self.parameters, self.state, loss = self._step(self.parameters, self.state, key)
         return loss
@@ -168,7 +168,7 @@ class Trainer:
 
 
 def train(trainer: Trainer, steps: int) -> list[float]:
-    """Run ``steps`` updates with a progress bar; every loss."""
+    """Run ``steps`` updates with a progress bar; returns every loss."""
     losses: list[jax.Array] = []
     columns = (
         TextColumn("step {task.completed}/{task.total}"),

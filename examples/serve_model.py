@@ -78,7 +78,7 @@ def copied_page(pools: Pools, source: jax.Array, target: jax.Array) -> Pools:
 def without_cache(graph: Any, parameters: Any, requests: list[Request], longest: int) -> list[bool]:
     """Whether each completion equals that of the model without a cache.
 
-    If every token is the most likely one after the tokens before it, the model would generate the
+    If every token is the most likely one given the tokens before it, the model would generate the
     same completion token by token.
     """
 

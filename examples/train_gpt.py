@@ -48,9 +48,7 @@ TARGET = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Sizes of the model and length of the training; ``expected`` is the time to tell the
-    reader.
-    """
+    """Sizes of the model and length of the training; ``expected`` is the announced duration."""
 
     layers: int
     width: int
@@ -233,7 +231,7 @@ def train(
 ) -> dict:
     """Run ``steps`` updates with a progress bar; returns losses, validation losses and timing.
 
-    ``on_validation`` is called after each validation, with these of the steps so far.
+    ``on_validation`` is called after each validation, with these values for the steps so far.
     """
     train_text, validation_text = standard_library_text()
     stream = batches(train_text, preset.batch, preset.context, seed)
@@ -291,7 +289,7 @@ def train(
 def remaining_steps(preset: Preset, steps: int, every: int) -> float:
     """The cost of the steps after the estimate and of all validations, in training steps.
 
-    A validation window costs a third of a window of training, which adds the backward.
+    A validation window costs a third of a training window, which also has a backward.
     """
     validation = -(-steps // every) * preset.validation_windows / preset.batch / 3
     return steps - ESTIMATE_AFTER + validation

@@ -60,7 +60,7 @@ class _JittedCall:
 
 
 def batch_overhead() -> float:
-    """Seconds for launching and awaiting one empty program: the clock's error per batch."""
+    """Seconds to launch and await one empty program: the clock's error per batch."""
     program = _JittedCall(lambda x: x + 1, jnp.zeros(()))
     seconds = []
     for _ in range(100):
@@ -73,7 +73,7 @@ def batch_overhead() -> float:
 
 def copy_rate() -> float:
     """The device's memory bandwidth: bytes read and written per second by a negation."""
-    # Only a GPU is measured. Elsewhere the harness is tried, and so many bytes would take seconds.
+    # Only a GPU is measured. Elsewhere a fraction of the bytes tests the harness in little time.
     copied = _COPY_BYTES if jax.default_backend() == "gpu" else _COPY_BYTES >> 6
     array = jnp.ones(copied // 4, jnp.float32)
     timing = measure(
@@ -113,7 +113,7 @@ def dispatch(peers: Sequence[Peer]) -> dict[str, Any]:
 def _script(
     name: str, implementation: str, cache: str, *arguments: str, archive: Path | None = None
 ) -> dict[str, Any]:
-    """The report of a fresh process, in which only our own cache can be warm."""
+    """The report of a fresh process, in which only jax-memeff's own cache can be warm."""
     environment = {
         **os.environ,
         "JAX_MEMEFF_CACHE_DIR": cache,
@@ -162,7 +162,7 @@ def kernel_count(peers: Sequence[Peer]) -> dict[str, Any]:
 
 
 def function_compile(peers: Sequence[Peer]) -> dict[str, Any]:
-    """Kernels and seconds of 20 functions in fresh processes, with an empty and a filled cache."""
+    """Kernels and seconds for 20 functions in fresh processes, with an empty and a filled cache."""
     with tempfile.TemporaryDirectory() as cache:
         return {
             state: _script("function_compile.py", _implementation(), cache)

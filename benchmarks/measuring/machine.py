@@ -66,7 +66,7 @@ def versions(commit: str | None) -> dict[str, str]:
             try:
                 found["cuDNN (loaded)"] = str(torch.backends.cudnn.version())
             except RuntimeError as error:
-                # JAX loaded its own cuDNN first, for which torch was not built.
+                # JAX loaded its own cuDNN first, and torch was built for another one.
                 found["cuDNN (loaded)"] = str(error).splitlines()[0]
     if commit is None and (commit := _output("git", "rev-parse", "--short=12", "HEAD")):
         commit += "+" if _output("git", "status", "--porcelain", "--", "..") else ""

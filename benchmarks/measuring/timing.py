@@ -12,20 +12,20 @@ from typing import Protocol
 
 MAX_LAUNCHES = 2000
 WARM_UP_LAUNCHES = 3
-"""The first launches are slow, because XLA records command buffers in them."""
+"""The first launches are slow, because XLA records command buffers during them."""
 
 
 class Program(Protocol):
-    """Something that makes the device do ``calls`` calls, one after the other, when launched."""
+    """Something whose launch makes the device execute ``calls`` calls, one after the other."""
 
     calls: int
 
     def launch(self) -> None:
-        """Enqueue the calls; may return before the device has done them."""
+        """Enqueue the calls; may return before the device has executed them."""
         ...
 
     def wait(self) -> None:
-        """Return when the device has done everything that was enqueued."""
+        """Return when the device has finished everything that was enqueued."""
         ...
 
 
@@ -51,7 +51,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The reason why a peer has no figure."""
+    """Why a peer has no figure."""
 
     reason: str
 
@@ -86,10 +86,10 @@ def measure(
     """Times the programs alternately, for ``rounds`` rounds.
 
     A batch of each program lasts about ``batch_seconds``, and at least one launch. Each round has
-    an order of its own, drawn from ``seed``, so that no program always follows the same one: the
-    one before decides how warm the chip is and how much power it may draw. Give each cell its own
-    seed: with one order for all cells, a few rounds would favour the same programs in every cell. A
-    program that raises is left out from then on.
+    an order of its own, drawn from ``seed``, so that no program always follows the same one: its
+    predecessor determines how warm the chip is and how much power it may draw. Give each cell its
+    own seed: with one order for all cells, a few rounds would favour the same programs in every
+    cell. A program that raises is left out from then on.
     """
     failures: dict[str, Failure] = {}
     launches: dict[str, int] = {}

@@ -45,7 +45,7 @@ class Cell:
 
     @property
     def is_slower(self) -> bool:
-        """Whether the ratio is below 1 in two digits, with which it is printed.
+        """Whether the ratio is below 1 with two decimals, as it is printed.
 
         >>> [Cell("", "forward", ratio, "").is_slower for ratio in (0.994, 0.996, 1.2)]
         [True, False, False]

@@ -44,7 +44,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date and with fixed ids the file depends on the results alone.
+    # Without a date and with fixed ids, the file depends on the results alone.
     with matplotlib.rc_context({"svg.hashsalt": "overview", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)

@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 WITH_ARGUMENT = frozenset(("identity", "soft cap", "documents", "window"))
-"""Functions that the plain call computes, too, with another argument or without one."""
+"""Functions that the plain call also computes, with another argument or without one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Cell:
     sequences: tuple[int, ...] | None = None
     """Lengths of packed sequences; the batch size is 1."""
     documents: int | None = None
-    """Each batch index has this many documents of equal length, separated by segment ids."""
+    """Each batch index holds this many documents of equal length, separated by segment ids."""
     mask_block: int | None = None
     """A ``[1, 1, T, S]`` boolean mask of square blocks with this many rows; a quarter are true."""
     function: str | None = None
     """A function of ``user_functions``. It replaces the argument with the same meaning, if there is
     one: ``documents``, ``window``, ``soft_cap``."""
     gradients: bool = True
-    """Forward+backward is measured too."""
+    """Whether forward+backward is measured, too."""
 
     def __post_init__(self):
         tokens = (self.batch, self.query_length, self.key_length)
@@ -140,7 +140,7 @@ def _constant_size(group: str, length: int, dim: int, **features) -> Cell:
 
 
 def tiny() -> list[Cell]:
-    """Small enough for a CPU: tests the harness, not the speed."""
+    """Problems small enough for a CPU: they test the harness, not the speed."""
     return [
         _square("tiny", 2, 96, 2, 16, dtype="float32", causal=True),
         Cell("tiny", 1, 48, 64, 4, 2, 16, 16, dtype="float32", bias=True),
@@ -163,7 +163,7 @@ def small() -> list[Cell]:
 
 
 def quick() -> list[Cell]:
-    """The part of the main grid that the project makes promises about."""
+    """The part of the main grid about which the project makes promises."""
     return [
         _constant_size("main", length, dim, causal=causal)
         for dim, length, causal in itertools.product((64, 128), (2048, 8192), (False, True))
@@ -269,7 +269,7 @@ def masks() -> list[Cell]:
 
 
 def dims() -> list[Cell]:
-    """Head dims beyond the main grid: H ≠ Hv, and those that fill a tile and those that do not."""
+    """Head dims beyond the main grid: H ≠ Hv, dims that fill a tile and dims that do not."""
     others = (32, 40, 48, 72, 80, 88, 96, 112, 160, 192, 224)
     return [
         *(Cell("dims", 2, 4096, 4096, 32, 32, 192, 128, causal=causal) for causal in (False, True)),
@@ -334,7 +334,7 @@ def gallery() -> list[Cell]:
 
 
 def tiny_functions() -> list[Cell]:
-    """Small enough for a CPU: every function of ``functions``."""
+    """Every function of ``functions``, in problems small enough for a CPU."""
     sizes = {"batch": 2, "query_length": 96, "key_length": 96, "heads": 2, "key_heads": 2}
     sizes |= {"head_dim": 16, "value_dim": 16}
     return [

@@ -1,4 +1,4 @@
-"""The kernels that a process compiles, without those that it finds in the cache."""
+"""The kernels that a process compiles, not counting those that it finds in the cache."""
 
 from jax_memeff.codegen.toolchain import compile as compiler
 

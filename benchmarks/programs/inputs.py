@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     segment_ids: jax.Array | None = None
     mask: jax.Array | None = None
     table: jax.Array | None = None
-    """The float array that the function of the cell reads, and whose gradient counts."""
+    """The float array that the cell's function reads; its gradient is measured, too."""
 
     def differentiable(self) -> dict[str, jax.Array]:
         """The operands whose gradients forward+backward computes."""

@@ -1,4 +1,4 @@
-"""Programs of the JAX peers: many calls inside one jit; XLA can neither merge nor drop any."""
+"""Programs of the JAX peers: many calls inside one jit, none of which XLA can merge or drop."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def one_call(attention: Any, backward: bool):
 def program_of(function: Any):
     """A function of the inputs of one or more calls and of the previous launch's results.
 
-    Every call has its own parameters, although the same arrays are passed. So XLA cannot prove that
+    Every call has its own parameters, although the same arrays are passed, so XLA cannot prove that
     two calls are equal, and merges none. All results are returned, so it drops none. The barrier,
-    which costs no kernel, keeps it from fusing parts of two calls. There is no XLA loop, which
-    would count its iterations with a kernel of its own.
+    which costs no kernel, keeps it from fusing parts of two calls. There is no XLA loop, because
+    that would count its iterations with an extra kernel.
     """
 
     call = jax.jit(function)  # traced and lowered once

@@ -29,15 +29,15 @@ class Peer:
     framework: Literal["jax", "torch"]
     attention: Callable[[Cell], Callable[[Any], Any]]
     missing: Callable[[Cell], list[str]]
-    """The features that the peer has no argument for; if there are none, the cell is tried."""
+    """The features for which the peer has no argument; if there are none, the cell is tried."""
     dtype: str | None = None
     """Runs in this dtype instead of the cell's."""
     prescaled: bool = False
-    """Has no scale: its query is multiplied by ``1/sqrt(H)`` before the clock starts."""
+    """Has no scale argument: its query is multiplied by ``1/sqrt(H)`` before the clock starts."""
     plain: bool = False
     """Ignores the function of a cell."""
     compiles: bool = False
-    """Compiles its kernels at the first call, so parallel processes do that beforehand."""
+    """Compiles its kernels at the first call, so parallel processes compile them beforehand."""
 
 
 def _memeff(
@@ -310,7 +310,7 @@ PEERS = {
             "torch",
             _flash_attention_4,
             _without("bias", "dropout", "mask_block", packed=True),
-            compiles=True,  # into a cache on disk, if its variable is set
+            compiles=True,  # into a disk cache if its variable is set
         ),
         Peer(
             "flex",

@@ -49,7 +49,7 @@ class Processes:
         return self._futures[-1]
 
     def wait(self, progress: Progress, futures: Sequence[Future] | None = None) -> None:
-        """Waits for some futures, all by default. Failures are ignored, because they recur."""
+        """Waits for some futures, by default all. Failures are ignored, because they will recur."""
         waited = self._futures if futures is None else futures
         for future in progress.track(waited, description="compiling kernels"):
             future.exception()
@@ -89,7 +89,7 @@ class Precompilation:
 
 
 def _directions(cell: Cell, peer: Peer) -> tuple[bool, ...]:
-    """In JAX forward+backward compiles everything: both directions use the same forward kernel."""
+    """In JAX, forward+backward compiles everything: both directions use the same forward kernel."""
     if not cell.gradients:
         return (False,)
     return (True,) if peer.framework == "jax" else (False, True)
@@ -103,16 +103,16 @@ def _start(arch: str) -> None:
 
 
 def compile_peer(name: str, cell: Cell, backward: bool) -> Failure | None:
-    """Compile the kernels of a peer for a cell; the name is pickled, and a peer cannot be.
+    """Compile the kernels of a peer for a cell; takes a name because a peer cannot be pickled.
 
-    Returns why PyTorch cannot, if it will not try again.
+    Returns why PyTorch cannot compile them, if it will not try again.
     """
     peer = PEERS[name]
     if peer.framework == "torch":
         try:
             torch_programs.compile_alone(peer, cell, backward)
         except Exception as error:
-            # A process without others beside it has more memory, so it will try again.
+            # A process that runs alone has more memory, so it will try again.
             is_final = type(error).__name__ != "OutOfMemoryError"
             return Failure(first_line(error)) if is_final else None
         return None

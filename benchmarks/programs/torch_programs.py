@@ -68,7 +68,7 @@ class TorchProgram:
         self._results: Any = None
         side_stream = torch.cuda.Stream()
         with warnings.catch_warnings(record=True) as refusals:
-            # SDPA gives the reason for a refusal in warnings, not in its exception.
+            # SDPA gives the reasons for a refusal in warnings, not in its exception.
             warnings.simplefilter("always")
             try:
                 with torch.cuda.stream(side_stream):
@@ -77,7 +77,7 @@ class TorchProgram:
                 torch.cuda.synchronize()
             except RuntimeError as error:
                 said = [str(refusal.message).split("(Triggered")[0] for refusal in refusals]
-                # Keep the reason and the refusal in one line.
+                # Join the refusal and its reasons in one line.
                 raise RuntimeError(" ".join(f"{error} {' '.join(said)}".split())) from error
             self._graph = torch.cuda.CUDAGraph()
             # Threads of JAX must not invalidate the capture.

@@ -35,7 +35,7 @@ def draw(document: dict[str, Any], own: str, path: Path) -> bool:
     if figure is None:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date and with fixed ids the file depends on the results alone.
+    # Without a date and with fixed ids, the file depends on the results alone.
     with matplotlib.rc_context({"svg.hashsalt": "benchmarks", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
@@ -84,7 +84,7 @@ def _grid(document: dict[str, Any], cells: list[dict[str, Any]]) -> Any:
 
 
 def _speeds(document: dict[str, Any], own: str) -> Any:
-    """The speed of ours relative to each peer, a row for each cell; None without a ratio."""
+    """Our speed relative to each peer, with a row for each cell; None without a ratio."""
     found = {
         direction: {
             (cell["name"], peer): records[peer]["seconds"] / records[own]["seconds"]

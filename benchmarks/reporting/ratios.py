@@ -1,4 +1,4 @@
-"""The speed of ours relative to the fastest peer, by cell."""
+"""The speed of our implementation relative to the fastest peer, by cell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ours(document: dict[str, Any]) -> str:
 
 
 def ratios(cells: Iterable[dict[str, Any]], direction: str, own: str, peers: Iterable[str]):
-    """The speed of ours over that of the fastest peer, by the name of the cell.
+    """Our speed over that of the fastest peer, by the name of the cell.
 
     Only cells with a figure for ours and for a peer are included.
     """

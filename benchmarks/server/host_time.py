@@ -16,7 +16,7 @@ _BATCH_SECONDS = 0.05
 
 
 class _Step:
-    """Calls a jitted function again and again; its first results are the next first arguments."""
+    """Calls a jitted function repeatedly; its first results become the next first arguments."""
 
     calls = 1
 

@@ -144,7 +144,7 @@ def latent() -> list[Step]:
 
 
 def tiny() -> list[Step]:
-    """Small enough for a CPU: tests the harness, not the speed."""
+    """Steps small enough for a CPU: they test the harness, not the speed."""
     dims: Any = {"head_dim": 16, "value_dim": 16}
     peers = ("memeff_xla", "jax_xla", "torch_flash")
     mixed = ("pages64", "steps", "prompts")

@@ -56,7 +56,7 @@ def _rate(record: Mapping[str, Any]) -> str:
 
 
 def _ratio(record: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """How fast the first is, relative to the other."""
+    """The speed of the first relative to the other."""
     if "seconds" not in record or "seconds" not in other:
         return _MISSING
     return f"{other['seconds'] / record['seconds']:.2f}"

@@ -14,8 +14,8 @@ def rows(records: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[list[str
     """The header, and a row for each function: the largest ratios over head dims and results.
 
     A ratio is the error of jax-memeff over that of dense JAX in the same precision. Results are the
-    output and the gradients of query, key and value, and apart from them the gradients of the
-    arrays that the function reads.
+    output and the gradients of query, key and value, and, in columns of their own, the gradients of
+    the arrays that the function reads.
 
     >>> errors = {"out": [2e-3, 1e-3, 4e-3], "argument 0": [3e-3, 2e-3, 8e-3]}
     >>> record = {"function": "alibi", "head_dim": 64, "dtype": "float16", "errors": errors}

@@ -35,7 +35,7 @@ def attention(cell: Cell) -> Callable[[Any], Any]:
             mask_function, batch, None, *lengths, device="cuda"
         )
 
-    @functools.cache  # one function object for all calls, otherwise each compiles again
+    @functools.cache  # one function object for all calls; otherwise each call compiles again
     def score_function(table: Any) -> Callable[..., Any] | None:
         return _score_function(torch, cell, table)
 

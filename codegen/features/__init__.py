@@ -1,4 +1,4 @@
-"""The features of attention: the only list of them.
+"""The one list of the features of attention.
 
 A feature is one object. Problems, kernel names, configurations, the order of kernels, reasons,
 ``explain``'s flags, what ``build --all`` compiles, README's support table and the axes of the test
@@ -101,7 +101,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     ROW_MAXIMA,
     DETERMINISTIC,
 )
-"""In the order of names, configurations and reasons. ``Feature`` says what an entry has."""
+"""In the order of names, configurations and reasons. ``Feature`` documents an entry."""
 
 BY_NAME = {feature.name: feature for feature in FEATURES}
 POSITION = {name: position for position, name in enumerate(BY_NAME)}
@@ -113,10 +113,10 @@ def together() -> dict[str, Any]:
 
 
 NUMBERS = tuple(name for feature in FEATURES for name in feature.numbers)
-"""The run-time numbers of all features, in the order of the custom call's attribute."""
+"""The run-time numbers of all features, in their order in the custom call's attribute."""
 
 
 def operands(asked: Iterable[Feature[Any, Any]] = FEATURES) -> tuple[Operand, ...]:
-    """Every array that a call with these features may have, each once."""
+    """Every array that a call with these features may have, without duplicates."""
     brought = (operand for feature in asked for operand in feature.operands)
     return tuple(dict.fromkeys((*OPERANDS, *brought)))

@@ -42,7 +42,7 @@ _DIMS = (
 
 @dataclasses.dataclass(frozen=True)
 class AskedBias:
-    """A bias as a call has it.
+    """A bias as a call passes it.
 
     ``layout`` is ``rows`` if the bias is broadcast over columns, else ``columns`` if over rows,
     else ``shared`` if over batch indices or heads, else ``full``. Each of its rows begins at a
@@ -64,7 +64,7 @@ class AskedBias:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledBias:
-    """A bias as a kernel has it: ``access`` is how it reaches the scores
+    """A bias as a kernel is compiled for it: ``access`` is how it reaches the scores
     (ffi/include/memeff/core/common.cuh), ``gradient`` how its gradient is summed.
     """
 
@@ -106,7 +106,7 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
         {"bias": AskedBias(bits, layout, alignment)}
         for bits, layout, alignment in itertools.product(BIAS_BITS, BIAS_LAYOUTS, (2, 16))
     )
-    """Every size and broadcast, in rows of any alignment."""
+    """Every size and every broadcast, with rows of any alignment."""
     support = (SupportRow("bias of every broadcast, and its gradient", every),)
 
     def check(self, asked: AskedBias | None) -> None:
@@ -219,7 +219,7 @@ def _access(asked: AskedBias, kernel: Kernel) -> BiasAccess:
 
 
 def _gradient(asked: AskedBias, problem: Problem, kernel: Kernel) -> BiasGradient:
-    """A gradient that is broadcast over columns needs no sum."""
+    """How the gradient is summed; one that is broadcast over columns needs no sum."""
     if problem.direction != "backward" or "bias" not in problem.needs_grad:
         return "none"
     if asked.layout == "rows":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Deterministic(Feature[bool, bool]):
     """CTAs that add to one gradient wait for each other, so that the order of the sum is fixed.
 
-    A kernel whose sums have a fixed order anyway is compiled without it.
+    Kernels whose sums have a fixed order anyway are compiled without this feature.
     """
 
     name, title = "deterministic", "deterministic sums"

@@ -93,7 +93,7 @@ class SupportRow(NamedTuple):
 
 class Feature(Generic[Asked, Compiled]):
     """Something that a call may ask for besides attention itself. ``Asked`` is the type of its
-    value in a problem, ``Compiled`` that in a kernel.
+    value in a problem, ``Compiled`` the type of its value in a kernel.
 
     Subclasses override what differs from a feature that changes no kernel.
     """
@@ -103,15 +103,15 @@ class Feature(Generic[Asked, Compiled]):
     title: str
     """Its name in sentences."""
     off: Asked
-    """The value of a problem without it."""
+    """Its value in a problem without it."""
     together: Asked
     """Its value if all features are on at once."""
     alone: tuple[Mapping[str, Any], ...] = ()
-    """The problems with only this feature that ``build --all`` compiles, one for each form of
-    it.
+    """The problems with only this feature that ``build --all`` compiles, one for each of its
+    forms.
     """
     operands: tuple[Operand, ...] = ()
-    """The arrays that it brings."""
+    """The arrays that it adds to a call."""
     per_head: bool = False
     """Whether it differs between query heads that share a key head, or is computed for 16x16
     blocks.
@@ -121,8 +121,8 @@ class Feature(Generic[Asked, Compiled]):
     has_block_mask: bool = False
     """Whether it is an array that lets a kernel skip tiles of scores."""
     modifies: Modified | None = None
-    """The values that it changes in a main loop. That takes registers, so a tile says whether it
-    has them: ``modifiers`` of ``kernels/bases/families.py``."""
+    """The values that it changes in a main loop. That takes registers, so each tile declares
+    whether it has them: ``modifiers`` of ``kernels/bases/families.py``."""
     positional: bool = False
     """Whether it counts from the global positions of row 0 and column 0."""
     axes: tuple[tuple[str, tuple[Any, ...]], ...] = ()
@@ -141,7 +141,7 @@ class Feature(Generic[Asked, Compiled]):
         """Raises ``ValueError`` if no problem can have this value."""
 
     def words(self, asked: Asked) -> str:
-        """Its words in the one-line description of a problem."""
+        """Its part of the one-line description of a problem."""
         return self.name
 
     def compiled(self, problem: Problem, kernel: Kernel) -> Compiled:
@@ -185,7 +185,7 @@ class Feature(Generic[Asked, Compiled]):
         return []
 
     def needs_registers(self, spec: KernelSpec) -> bool:
-        """Whether a kernel with this modifier needs the registers."""
+        """Whether a kernel with this modifier needs those registers."""
         return bool(spec[self])
 
     def asked_by(self, call: Any) -> Asked:
@@ -207,7 +207,7 @@ class Feature(Generic[Asked, Compiled]):
 class Flag(Feature[bool, bool]):
     """A feature that is on or off, and changes the kernel with one constant.
 
-    ``asked_by`` says how a call asks for it.
+    ``asked_by`` determines whether a call asks for it.
     """
 
     off = False

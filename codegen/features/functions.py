@@ -33,7 +33,7 @@ _ARGUMENTS = {
     "score": "score_mod (or a traced scale)",
     "mask": "Mask.function (or | or ~ of masks)",
 }
-"""The arguments of the user that a program comes from."""
+"""The user's arguments from which programs are made."""
 
 _FUNCTION_FLAGS = {"score": "score, b, h, q, k", "mask": "b, h, q, k"}
 
@@ -54,7 +54,7 @@ _LISTED = Program(
 
 class AskedFunctions(NamedTuple):
     """The programs of a call without the values of their literals, which are run-time parameters:
-    calls that differ only in these have one kernel.
+    calls that differ only in literals share one kernel.
     """
 
     score: Program | None
@@ -64,7 +64,7 @@ class AskedFunctions(NamedTuple):
     gradients: tuple[int, ...] = ()
     """The captured arrays of the score function whose gradients the kernels sum."""
     exact: bool = False
-    """Whether they sum in fixed point, so that the order does not matter."""
+    """Whether the kernels sum them in fixed point, so that the order does not matter."""
     strips: int = MOST_STRIPS
     """The largest number of sums that may pass through the shared memory of a kernel."""
 
@@ -83,7 +83,7 @@ class AskedFunctions(NamedTuple):
 
 
 class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
-    """Captured arrays have a first dim that ``jax.vmap`` makes, and then the user's own dims."""
+    """Captured arrays have a first dim that ``jax.vmap`` adds, followed by the user's own dims."""
 
     name, title = "functions", "user functions"
     off = None
@@ -102,7 +102,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             has_gradient=True,
             placement="like query or replicated",
         ),
-        # Or scalars, which have no dims: traced bounds are part of the mask's function.
+        # Or scalars, without dims: traced bounds are part of the mask's function.
         Operand("window_left", "B", places=("mask.traced_windows.*.left",)),
         Operand("window_right", "B", places=("mask.traced_windows.*.right",)),
         Operand(
@@ -193,8 +193,8 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         return score is not None and emit.is_linear(score, precise=_is_precise(spec))
 
     def needs_registers(self, spec: KernelSpec) -> bool:
-        """A paged kernel that decides whole tiles tests the elements of a few, behind a branch. So
-        does a kernel whose products add a score function, if its numbers are unusual.
+        """A paged kernel that classifies whole tiles tests the elements of only a few, behind a
+        branch. A kernel whose products add a score function has such a branch for unusual numbers.
         """
         own = spec[self] or AskedFunctions(None, None)
         is_decided = spec.kernel.decides_mask_tiles and spec[PAGES].size > 0
@@ -258,7 +258,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
 
 
 def _is_precise(spec: KernelSpec) -> bool:
-    """Hazard: approximations of differences depend on the position of a row in its tile."""
+    """Hazard: approximate differences depend on the position of a row in its tile."""
     return spec.dtype in ("f32", "tf32") or spec[PAGES].is_invariant
 
 
@@ -269,7 +269,7 @@ def _arrays(role: str, types: Iterable[CapturedType]) -> Iterator[CapturedArray]
 
 
 def _gradient(functions: AskedFunctions, index: int) -> CapturedArray:
-    """The sums of a captured array: its own dims follow the dim of the batch."""
+    """The sums for a captured array: its own dims follow the batch dim."""
     assert functions.score is not None
     ndim = functions.score.arrays[index].ndim
     dims = [f"captured{index}.{dim + 1}" for dim in range(ndim)]
@@ -289,8 +289,8 @@ def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:
 
 
 def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
-    """A struct with the place of each captured array's gradient in the table of arrays, and with
-    the way in which the gradient of each read is summed."""
+    """A struct with the index of each captured array's gradient in the table of arrays, and with
+    how the gradient of each read is summed."""
     if not functions.gradients or functions.score is None:
         return ""
     places = {array.name: place for place, array in enumerate(spec.captured_arrays)}
@@ -307,8 +307,8 @@ def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
 
 
 def _digest(functions: AskedFunctions) -> str:
-    """Eight letters that stand for the programs in names of kernels. If two are equal, the sources
-    tell the kernels apart."""
+    """Eight letters that stand for the programs in names of kernels. If two digests collide, the
+    sources still tell the kernels apart."""
     return hashlib.sha256(repr(functions).encode()).hexdigest()[:8]
 
 

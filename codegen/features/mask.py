@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MaskKind = Literal["none", "causal", "window"]
 MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
 NO_BOUND = -1
-"""The value of the flag ``--window`` without a number."""
+"""The value of the flag ``--window`` if it is given without a number."""
 
 
 class Mask(Feature[MaskKind, MaskKind]):

@@ -24,14 +24,14 @@ MULTIPLE = 16
 """Page sizes are multiples of this: ``kPageStep`` of the kernels, which their source asserts."""
 
 INVARIANT_COLUMNS = 256
-"""If results are batch invariant, keys are summed in segments of this length. Segments begin at its
-multiples."""
+"""If results are batch invariant, sums over keys are formed in segments of this length, which begin
+at its multiples."""
 
 _XLA = "pass implementation='xla'"
 
 
 class AskedPages(NamedTuple):
-    """The pool of a call. ``size`` is the number of keys of a page, 0 if keys are not paged."""
+    """The pool of a call. ``size`` is the number of keys per page, 0 if keys are not paged."""
 
     size: int
     dtype: PoolDtype = "query"
@@ -272,7 +272,7 @@ def _float8_reasons(problem: Problem) -> list[str]:
 
 
 def _scale_of(scale: Any) -> PoolScale:
-    """The layout of a scale [1, 1|pages, K, 1]; a pool of one page has either."""
+    """The layout of a scale [1, 1|pages, K, 1]; for a pool of one page, both layouts agree."""
     if scale is None:
         return "none"
     return "heads" if scale.shape[1] == 1 else "pages"

@@ -1,4 +1,4 @@
-"""Global positions of row 0 and column 0: ``Offsets`` of a call, shards, parts of a ring."""
+"""Global positions of row 0 and column 0, for ``Offsets``, shards and the parts of a ring."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Positions(Flag):
-    """Only kernels with a ``positional`` feature are compiled with them.
+    """Only kernels with a ``positional`` feature are compiled with positions.
 
-    Positions are a compile-time constant, because loading one for each batch index costs a forward
-    with dropout up to 4 % at head dim 64 (H200).
+    Whether there are positions is a compile-time constant, because loading one for each batch index
+    costs a forward with dropout up to 4 % at head dim 64 (H200).
     """
 
     def compiled(self, problem: Problem, kernel: Kernel) -> bool:

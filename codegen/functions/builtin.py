@@ -29,8 +29,8 @@ _FLOAT_OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def is_identity(program: Program) -> bool:
-    """Whether the function returns its score, and its derivative is 1: ``stop_gradient`` of a score
-    has another derivative.
+    """Whether the function returns its score and has derivative 1, unlike ``stop_gradient`` of a
+    score.
 
     >>> one = Value("constant", "float32", (), (("value", 1.0),))
     >>> is_identity(Program((Value("score", "float32"), one), (0, 1), ()))
@@ -54,7 +54,7 @@ def soft_cap(program: Program) -> float | None:
 
 
 def _number_at(program: Program, index: int, score: float) -> float | None:
-    """A value of the program for a score; None if it depends on anything else."""
+    """A value of the program at a given score; None if it depends on anything else."""
     value = program.values[index]
     if value.op == "score":
         return score
@@ -67,7 +67,7 @@ def _number_at(program: Program, index: int, score: float) -> float | None:
 
 
 def _cap_of_value(program: Program) -> float | None:
-    """The same for the value alone."""
+    """The same as :func:`soft_cap`, judging by the value alone."""
     product = program.values[program.results[0]]
     if product.op != "mul":
         return None

@@ -1,4 +1,4 @@
-"""Numbers of a program as C++ expressions of exactly their value."""
+"""Numbers of a program as C++ expressions with exactly the same value."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def reciprocal(number: float) -> tuple[float, bool] | None:
-    """1 / number rounded to float32, and whether its products are exactly the quotients.
+    """1 / number rounded to float32, and whether multiplying by it gives exactly the quotients.
 
-    None if either is not a normal number of float32.
+    None if the number or its reciprocal is not a normal float32.
 
     >>> reciprocal(-8.0), reciprocal(3.0), reciprocal(0.0)
     ((-0.125, True), (0.3333333432674408, False), None)
@@ -30,7 +30,7 @@ def _rounded(number: float) -> float:
 
 
 def float32_bits(number: float) -> int:
-    """The bits of a number that is rounded to float32."""
+    """The bits of a number rounded to float32."""
     return struct.unpack("<I", struct.pack("<f", _rounded(number)))[0]
 
 

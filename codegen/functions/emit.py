@@ -1,8 +1,8 @@
 """The device code of users' functions: a program as a C++ struct that kernels call.
 
 The source comes from the structure of a program alone: variables are numbered, and literals, sizes
-and dims of arrays are read at run time. So no text of a user reaches the compiler, and a function
-that is traced again, for other lengths too, has the same source.
+and dims of arrays are read at run time. So no user text reaches the compiler, and a function that
+is traced again, even for other lengths, has the same source.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def source(program: Program, name: str, *, precise: bool) -> str:
 
     A score function that ``is_linear`` also has:
 
-    - ``slope(arrays, of_head)``: the number by which the value is the score plus this number times
-      key - query.
+    - ``slope(arrays, of_head)``: the factor in ``value == score + slope * (key - query)``.
 
     The struct of a mask function also has:
 
@@ -84,8 +83,8 @@ def source(program: Program, name: str, *, precise: bool) -> str:
     - ``read_derivatives(..., float (&derivatives)[kFloatReads])``: the derivatives of the value
       with respect to each read.
     - ``read_offsets(..., long long (&offsets)[kFloatReads])``: the offset of the element that was
-      read in the user's array, or -1 if it was out of bounds. A kernel that needs one of
-      them ignores the others, and the compiler drops them.
+      read in the user's array, or -1 if it was out of bounds. A kernel that needs one of them
+      ignores the others, and the compiler drops them.
 
     Raises ``ValueError`` if the program has an operation, type or parameter without a form.
 
@@ -127,8 +126,8 @@ def source(program: Program, name: str, *, precise: bool) -> str:
 
 @functools.cache
 def is_linear(program: Program, *, precise: bool) -> bool:
-    """Whether the value of a score function is the score plus a number of the head times
-    key - query. Never, if it is ``precise``: kernels add these terms in another order.
+    """Whether the value of a score function is the score plus ``slope * (key - query)``, with a
+    slope per head. Never if it is ``precise``, because kernels add these terms in another order.
     """
     return slope(graph(program, precise=precise)) is not None
 
@@ -159,7 +158,7 @@ class Printer:
         self.kept = kept
 
     def level(self, level: Level) -> str:
-        """The struct with the kept values of a level, and the function that returns it."""
+        """The struct with a level's kept values, and the function that returns it."""
         members = [index for index in sorted(self.kept) if self.nodes[index].level == level]
         struct = _STRUCTS[level]
         fields = "".join(f"    {self.nodes[index].cpp_type} v{index};\n" for index in members)
@@ -206,7 +205,7 @@ class Printer:
         )
 
     def statements(self, targets: Iterable[int], level: Level) -> str:
-        """Definitions of all variables that nodes of a level need, and of themselves."""
+        """Definitions of the target nodes of a level and of all variables that they need."""
         pending = [index for index in targets if not self._is_member(index, level)]
         needed = set(pending)
         while pending:

@@ -14,7 +14,7 @@ _LARGEST = 2.0**100
 def is_finite(program: Program, value: int) -> bool:
     """Whether a float is known to be finite: integers as floats, and sums and products of them.
 
-    A kernel multiplies such a derivative by the gradient 0 of a masked element without a test. Any
+    Kernels multiply such a derivative by the zero gradient of a masked element without a test. Any
     other derivative may be inf or NaN there.
 
     >>> from jax_memeff.codegen.functions.program import Value
@@ -32,7 +32,7 @@ def is_finite(program: Program, value: int) -> bool:
 
 
 def _bound(op: str, params: dict[str, Any], bounds: list[float]) -> float:
-    """An upper bound of the magnitude of the result; inf if it is unknown."""
+    """An upper bound on the magnitude of the result; inf if unknown."""
     if op == "constant":
         number = abs(float(params["value"]))
         return number if number <= _LARGEST else math.inf

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from jax_memeff.codegen.functions.operations import CHEAP
 
 KEPT_FROM = 4
-"""From this cost on, a register is cheaper than another evaluation."""
+"""From this cost upwards, a register is cheaper than another evaluation."""
 
 
 class Level(enum.IntEnum):
-    """How often a node is evaluated; its value is the order of evaluation."""
+    """How often a node is evaluated; the enum's values give the order of evaluation."""
 
     HEAD = 0
     ROW = 1
@@ -39,7 +39,7 @@ class Graph(NamedTuple):
     nodes: tuple[Node, ...]
     results: tuple[int, ...]
     offsets: tuple[int, ...]
-    """For each of ``Program.float_reads`` the offset of the element in its array, -1 if none."""
+    """For each of ``Program.float_reads``, the offset of the element in its array; -1 if none."""
     values: tuple[int, ...]
     """The node of each value of the program."""
 

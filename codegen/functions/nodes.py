@@ -38,14 +38,14 @@ ELEMENT_TYPES = {
     "uint32": "unsigned",
 }
 
-# ArrayView::kMostDims without the first dim, which a vmap adds.
+# ArrayView::kMostDims less the first dim, which a vmap adds.
 MOST_DIMS = launch.MOST_DIMS - 1
 
 _DIFFERENCE = "arrays.difference({0}, {1})"
 _NEGATIVE = "0.0f - {0}"
 _SCALED_DIFFERENCE = "arrays.scaled_difference({0}, {1}, {2})"
 _DIFFERENCES = (_DIFFERENCE, _NEGATIVE, _SCALED_DIFFERENCE)
-"""Forms that ``_scaled_difference`` multiplies by a number of the head."""
+"""Forms that ``_scaled_difference`` multiplies by a per-head number."""
 _PLUS_SCALED_DIFFERENCE = "arrays.plus_scaled_difference({0}, {1}, {2}, {3})"
 
 _LOAD = 2 * FUNCTION
@@ -72,8 +72,8 @@ def graph(program: Program, *, precise: bool) -> Graph:
 
 
 def slope(found: Graph) -> int | None:
-    """The node of the number by which a value is the score plus this number times key - query.
-    None if the value is not of this form; the number is one of the head.
+    """The node of the slope if the value is the score plus ``slope * (key - query)``, with one
+    slope per head; None if the value does not have this form.
     """
     value = found.nodes[found.results[0]]
     if value.form != _PLUS_SCALED_DIFFERENCE or found.nodes[value.args[0]].form != "score":
@@ -131,7 +131,7 @@ class _Builder:
         params = dict(value.params)
         args = tuple(self.of_value[arg] for arg in value.args)
         if value.op in INPUTS:
-            # A kernel passes batch and head when a head begins, and not for each score.
+            # A kernel passes batch and head when a head begins, not for each score.
             cost = KEPT_FROM if value.op in ("batch", "head") else 0
             level = _LEVEL_OF_INPUT[value.op]
             return self._node(cpp_type, value.op, (), cost, level=level, inline=True)
@@ -183,7 +183,7 @@ class _Builder:
         return self._node("float", "fabsf({0})" if size else _NEGATIVE, (difference,))
 
     def _scaled_difference(self, args: tuple[int, ...]) -> int | None:
-        """The node of a product of a difference, or its negative, and numbers of the head."""
+        """The node of a difference, or its negative, times per-head numbers."""
         for slope, node in (args, args[::-1]):
             if self.nodes[slope].level != Level.HEAD:
                 continue
@@ -198,7 +198,7 @@ class _Builder:
         return None
 
     def _plus_scaled_difference(self, op: str, args: tuple[int, ...]) -> int | None:
-        """The node of a sum or a difference with such a product."""
+        """The node of a sum with, or a difference from, such a product."""
         for other, node in (args, args[::-1]):
             if self.nodes[node].form != _SCALED_DIFFERENCE or (op == "sub" and other != args[0]):
                 continue
@@ -338,7 +338,7 @@ class _Builder:
         return address
 
     def _offset(self, array: int, clamped: Sequence[int]) -> int:
-        """The offset in elements, without the part that a vmap adds."""
+        """The offset in elements, without the part for the dim that a vmap adds."""
         offset = self._node("long long", "0", (), 0, inline=True)
         for dim, index in enumerate(clamped):
             step = "{0} + {1}"

@@ -1,6 +1,7 @@
 """The operations of users' functions: the C++ of each lax primitive for each scalar type.
 
-The one list of what a program may contain besides inputs, constants, literals, sizes and reads.
+This is the one list of what a program may contain besides inputs, constants, literals, sizes and
+reads.
 Names, argument orders and results are those of ``jax.lax``. Device functions that a form calls are
 in ``ffi/include/memeff/core/function/``.
 """
@@ -26,8 +27,8 @@ class Operation:
     Args:
         forms: for each dtype of the operands, a C++ expression of ``{0}``, ``{1}``, ...: names or
             expressions in parentheses.
-        exact: a form for float32 that the compiler does not fuse with others, if it would.
-        approximate: a quicker form for float32 in kernels of 16-bit inputs.
+        exact: a form for float32 that the compiler cannot fuse with others, if it otherwise would.
+        approximate: a faster form for float32 in kernels for 16-bit inputs.
         bound: the error of ``approximate``, for the documentation.
         cost: in instructions.
         discontinuous: whether its result jumps if a float operand changes by one rounding error.
@@ -43,8 +44,8 @@ class Operation:
     def form(self, dtype: str, *, exact: bool, precise: bool) -> str:
         """The expression for operands of ``dtype``.
 
-        ``exact`` is for values that an operation with jumps depends on: all kernels that evaluate
-        the function have to agree on them.
+        ``exact`` is for values on which a discontinuous operation depends: all kernels that
+        evaluate the function have to agree on them.
         """
         if dtype == "float32" and exact and self.exact:
             return self.exact
@@ -243,11 +244,11 @@ def is_supported(op: str) -> bool:
 
 
 def exact_values(program: Program) -> frozenset[int]:
-    """The values on which a jump of the function, or the index of a read, depends.
+    """The values on which a discontinuity of the function, or the index of a read, depends.
 
     A rounding error there can change a result by any amount. So these values are neither
     approximated nor fused, and every kernel that evaluates the function gets the same bits. Jumps
-    of derivatives need no such care: like that of ``max``, they choose between one-sided
+    of derivatives need no such care: like that of ``max``, they select between one-sided
     derivatives.
     """
     reads = {index for index, value in enumerate(program.values) if value.op == "read"}

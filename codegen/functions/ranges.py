@@ -1,8 +1,9 @@
 """The device code that bounds a mask function in a box of elements: interval arithmetic.
 
-It decides whether a tile of scores has no valid element, or only valid ones, without evaluating the
-elements. XLA computes the same bounds where block masks exist (``jax_memeff/_call/mask/ranges``).
-Operations without a rule are exact if their operands are, and else unbounded.
+It determines whether a tile of scores has no valid element, or only valid ones, without evaluating
+the elements. XLA computes the same bounds where block masks exist
+(``jax_memeff/_call/mask/ranges``). Operations without a rule are exact if their operands are, and
+unbounded otherwise.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _decision(value: Value) -> str | None:
 
 
 def _form(value: Value, dtypes: Sequence[str]) -> str | None:
-    """The value of exact operands, as kernels compute it; None if that is no single expression."""
+    """The result for exact operands, as kernels compute it; None if it takes several statements."""
     if value.op == "convert_element_type":
         return CONVERSIONS[dtypes[0], value.dtype]
     if value.op == "bitcast_convert_type":
@@ -196,7 +197,7 @@ def _increasing(dtype: str, form: str, name: str) -> str:
 
 
 def _read(program: Program, index: int, value: Value) -> str:
-    """Definition of the elements that a read may take."""
+    """The definition of the set of elements that a read may return."""
     array = int(value.param("array"))
     element = ELEMENT_TYPES[program.arrays[array].dtype]
     types = f"{array}, {CPP_TYPES[value.dtype]}, {element}, Arrays, {len(value.args)}"

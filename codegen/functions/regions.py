@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from jax_memeff.codegen.functions.program import Program
 
-# The factors of query and key in a value that is affine in them, up to what depends on neither.
+# The coefficients of query and key in a value that is affine in them, up to terms without either.
 # Modulo 2**32, because int32 wraps around.
 Slopes = tuple[int, int]
 
 
 def constant_along_diagonals(program: Program) -> tuple[bool, ...]:
-    """For each value whether it depends on query and key through their difference alone.
+    """For each value, whether it depends on query and key through their difference alone.
 
     A value that depends on neither is constant, too; one that depends on the score is not. Values
     are recognized if they are made of ``query - key``, or of sums of multiples of both that cancel:
@@ -91,7 +91,7 @@ def _slopes(program: Program, index: int, slopes: list[Slopes | None]) -> Slopes
     if value.op == "neg":
         return -known[0][0], -known[0][1]
     if value.op == "convert_element_type":
-        return known[0]  # of 32 bits, as a float is not affine
+        return known[0]  # an integer of 32 bits, because a float is never affine
     if value.op == "mul":
         for factor, other in ((0, 1), (1, 0)):
             number = program.values[value.args[factor]]

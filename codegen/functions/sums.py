@@ -16,7 +16,7 @@ MOST_STRIPS = 2
 """The largest number of reads whose sums pass through shared memory; each takes 11 to 23 KB."""
 
 EXACT_WORDS = 4
-"""32-bit words of a sum in fixed point: two integers of 64 bits."""
+"""The 32-bit words of a fixed-point sum: two integers of 64 bits."""
 
 EXACT_BITS = 35
 """One unit of the second integer is 2**35 units of the first."""
@@ -36,11 +36,12 @@ class Sum(enum.Enum):
 def read_sums(
     program: Program, arrays: Collection[int], most_strips: int = MOST_STRIPS
 ) -> tuple[Sum, ...]:
-    """The way in which each of ``program.float_reads`` is summed.
+    """How the gradient of each of ``program.float_reads`` is summed.
 
     Args:
         arrays: the captured arrays whose gradients are needed.
-        most_strips: how many sums may pass through shared memory; the rest are added by element.
+        most_strips: how many sums may pass through shared memory; the rest are added element by
+            element.
 
     >>> from jax_memeff.codegen.functions.program import CapturedType, Value
     >>> read = Value("read", "float32", (0,), (("array", 0), ("mode", "clip")))
@@ -71,7 +72,7 @@ def _dependence(program: Program, read: int) -> Sum:
 
 
 def strips(sums: Collection[Sum], columns: Sum) -> int:
-    """How many of ``sums`` pass through shared memory. ``columns`` is the dim that the columns of
-    the accumulators are: ``Sum.KEY`` or ``Sum.QUERY``.
+    """How many of ``sums`` pass through shared memory. ``columns`` is the dim along the columns of
+    the accumulators: ``Sum.KEY`` or ``Sum.QUERY``.
     """
     return sum(own in (columns, Sum.DIAGONAL) for own in sums)

@@ -1,4 +1,4 @@
-"""The device kernels: one module for each of ffi/include/memeff/kernels with the same name."""
+"""The device kernels: one module for each file of ffi/include/memeff/kernels, of the same name."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ KERNELS: tuple[Kernel, ...] = (
     FmhaBwdF16x3Sm90(),
     FmhaBwdLargeDimSm90(),
     FmhaTangentSm90(),
-    # Among kernels of mma.sync, split keys come first: they are refused unless a call has few query
-    # rows.
+    # Among mma.sync kernels, the one with split keys comes first: it is rejected unless a call has
+    # few query rows.
     FmhaFwdSplitSm80(),
     FmhaFwdSm80(),
     FmhaBwdSm80(),
-    # Any head dim, at a lower speed.
+    # Any head dim, but slower.
     FmhaFwdLargeDimSm80(),
     FmhaBwdLargeDimSm80(),
 )
-"""Every kernel, in the order of choice. Within a family, less padding takes precedence over this
-order."""
+"""Every kernel, in the order of preference. Within a family, less padding takes precedence over
+this order."""

@@ -1,4 +1,4 @@
-"""The backward for head dims above 256, and for smaller ones that have no tile: one kernel owns the
+"""The backward for head dims above 256, and for smaller ones without a tile: one kernel owns the
 rows of dq, another those of dk and dv. Both recompute the scores for each chunk of columns.
 """
 
@@ -96,7 +96,7 @@ class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
         return 0 if gpu.of(arch) in (gpu.SM75, gpu.SM86) else super().strips_of_sums(arch)
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """P and dS, the buffers, and two of the rows' statistics."""
+        """P and dS, the buffers, and two statistics per row."""
         query, key = spec.tile.query, spec.tile.key
         statistics = 2 * query * shared_memory.STATISTICS_BYTES
         scores = 2 * query * key * spec.element_bytes
@@ -142,7 +142,7 @@ class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """Sums of dq between several KV blocks, and of dk and dv between several Q blocks of all
+        """Sums of dq across several KV blocks, and of dk and dv across several Q blocks of all
         heads of a group.
         """
         yield from super().workspaces(spec, sizes, multiprocessors)

@@ -1,4 +1,4 @@
-"""The backward of mma.sync: a CTA owns a KV block, iterates over its Q blocks, and adds to dq in
+"""The mma.sync backward: a CTA owns a KV block, iterates over its Q blocks, and adds to dq in
 global memory.
 """
 
@@ -32,7 +32,7 @@ class Tile(MmaTile):
     """A row of the tables below."""
 
     query_buffers: int = 2
-    """Query tiles in shared memory; with one, the next is not loaded ahead."""
+    """Query tiles in shared memory; with one, the next tile is not prefetched."""
 
 
 def _sm75(query: int, key: int, warps: int, blocks: int, reason: str) -> Tile:
@@ -58,8 +58,8 @@ _SM75 = {
         _sm75(32, 32, 4, 1, "with a 32-bit bias 64 keys need 65 KB"),
     ),
     192: (_sm75(32, 32, 4, 1, "52 KB"),),
-    # 256: 32x32, the least that four warps can share, needs 68 KB. Kernels for large head dims
-    # serve it.
+    # No 256: 32x32, the smallest tile that four warps can share, needs 68 KB. Kernels for large
+    # head dims serve it.
 }
 
 _SM80 = {
@@ -142,7 +142,7 @@ _SM90 = {
     ),
 }
 
-# Figures of f32 are TFLOP/s at T 8192 on an H200, in three TF32 products.
+# Figures for f32 are TFLOP/s at T 8192 on an H200, with three TF32 products.
 _F32_64_SHORT = Tile(
     32, 64, 4, 2, "forward+backward 62 without a spill, 3 blocks of 168 registers 63"
 )
@@ -176,8 +176,8 @@ _F32_SM86 = {
     64: (Tile(32, 64, 4, 1, "73 KB of 99 KB; 64 query rows need 113 KB"),),
     96: (Tile(32, 32, 4, 1, "68 KB of 99 KB; 64 keys need 100 KB"),),
     128: (Tile(32, 32, 4, 1, "88 KB of 99 KB"),),
-    # Four warps need 32x32 elements of scores, and these need 104 KB at 192 columns. Kernels for
-    # large head dims serve them.
+    # No more columns: four warps need 32x32 scores, and those need 104 KB at 192 columns. Kernels
+    # for large head dims serve them.
 }
 
 _F32_SM90 = {
@@ -212,7 +212,7 @@ _TILES_F32: MmaTables = {gpu.SM80: _F32_SM80, gpu.SM86: _F32_SM86, gpu.SM90: _F3
 
 
 class FmhaBwdSm80(Backward, MmaKernel):
-    """The backward of mma.sync."""
+    """The mma.sync backward."""
 
     stem = "fmha_bwd_sm80"
     sums_function_gradients = True
@@ -286,8 +286,8 @@ def captured_sum_bytes(spec: KernelSpec) -> int:
 
 
 def dbias_bytes(spec: KernelSpec) -> int:
-    """Shared memory of the dbias kernel: tiles of query, dO, key, value and bias, and the rows'
-    statistics twice.
+    """Shared memory of the dbias kernel: tiles of query, dO, key, value and bias, and two copies of
+    the rows' statistics.
     """
     query, key = spec.tile.query, spec.tile.key
     elements = (query + key) * (spec.padded_head_dim + spec.padded_value_dim)
@@ -298,9 +298,9 @@ def dbias_bytes(spec: KernelSpec) -> int:
 def summing_entry_points(
     spec: KernelSpec, main: EntryPoint, dbias: EntryPoint, tiles: str = ""
 ) -> tuple[EntryPoint, ...]:
-    """The entry points of a backward whose CTAs add to dq. Kernels that round sums read them in the
-    layout of the main kernel's threads, and so have as many threads; ``tiles`` is the class of that
-    layout.
+    """The entry points of a backward whose CTAs add to dq. Kernels that round the sums read them in
+    the layout of the main kernel's threads, so they have the same number of threads; ``tiles`` is
+    the class of that layout.
     """
     threads = spec.computing_threads
 

@@ -1,5 +1,5 @@
-"""The backward of wgmma for head dims up to 128: a CTA owns 128 keys and adds to sums of dq in
-global memory.
+"""The wgmma backward for head dims up to 128: a CTA owns 128 keys and adds to sums of dq in global
+memory.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Tile(WgmmaTile):
     tma_dq: bool = False
     """Whether dQ passes through shared memory to its sums, instead of directly from registers."""
     exponentiates_under_dp: bool = False
-    """Whether all exponentials are kept above the wait for dP."""
+    """Whether all exponentials are forced to come before the wait for dP."""
     key_stages: int = 1
-    """Buffers of keys and values. With two CTAs are persistent: the keys and values of their next
-    KV block arrive while these are read.
+    """Buffers of keys and values. With two, CTAs are persistent: the keys and values of their next
+    KV block arrive while the current ones are read.
     """
 
 
@@ -172,7 +172,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
 
 
 class WgmmaBackward(Backward, WgmmaKernel):
-    """The common part of the backward kernels of wgmma."""
+    """What the wgmma backward kernels share."""
 
     tiles: ClassVar[Mapping[int, Sequence[WgmmaTile]]]
 
@@ -230,7 +230,7 @@ class WgmmaBackward(Backward, WgmmaKernel):
 
 
 class FmhaBwdSm90(WgmmaBackward):
-    """The backward of wgmma in one kernel."""
+    """The wgmma backward in one kernel."""
 
     stem = "fmha_bwd_sm90"
     sums_function_gradients = True
@@ -246,9 +246,7 @@ class FmhaBwdSm90(WgmmaBackward):
         return dataclasses.replace(spec, split_q=self._splits_q(spec, strategy))
 
     def _splits_q(self, spec: KernelSpec, strategy: Strategy) -> bool:
-        """CTAs that add to dq in a fixed order, or own a gradient of the bias, cannot use
-        split-Q.
-        """
+        """CTAs that add to dq in a fixed order, or own a bias gradient, cannot use split-Q."""
         ordered = spec.orders_queries or bias_gradient(spec) not in ("none", "dbias_kernel")
         owned = bool({"key", "value"} & set(spec.gradients))
         by_range = not spec[VARLEN] and not spec.has_block_mask
@@ -269,9 +267,9 @@ class FmhaBwdSm90(WgmmaBackward):
         return reasons
 
     def _is_persistent(self, spec: KernelSpec) -> bool:
-        """Persistent CTAs have as many KV blocks each, so all need the same work. CTAs that add to
-        dq in a fixed order, or share a KV block, take one each. Some of the gradients alone are not
-        measured.
+        """Persistent CTAs get equally many KV blocks, so all blocks must need the same work. CTAs
+        that add to dq in a fixed order, or share a KV block, take one each. Calls that need only
+        some of the gradients were not measured.
         """
         equal = spec[MASK] != "causal" and not spec[VARLEN] and not spec.has_block_mask
         free = spec.gradients == SPEC_GRADIENTS and not (spec.orders_queries or spec.split_q)
@@ -292,9 +290,9 @@ class FmhaBwdSm90(WgmmaBackward):
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Rings of key and value, of query, its rows' statistics, dO and bias, or the bias of
-        each warp's 16 keys, two dS, and the dQ of a Q block in f32 if it leaves by TMA. A
-        deterministic kernel also has a ticket and two barriers. dQ by TMA needs the barriers, and
-        has the bytes of the ticket as well.
+        each warp's 16 keys, two dS, and the dQ of a Q block in f32 if TMA writes it. A
+        deterministic kernel also has a ticket and two barriers. dQ written by TMA needs the
+        barriers, and gets the bytes of the ticket as well.
         """
         tile = _tile(spec)
         dims = tile_columns(spec.padded_head_dim) + tile_columns(spec.padded_value_dim)
@@ -343,8 +341,8 @@ class FmhaBwdSm90(WgmmaBackward):
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """With split-Q each CTA has parts of dk and dv (ffi/include/memeff/schedule/split_q.cuh),
-        and each KV block a counter.
+        """With split-Q, each CTA has partial dk and dv (ffi/include/memeff/schedule/split_q.cuh),
+        and each KV block has a counter.
         """
         yield from super().workspaces(spec, sizes, multiprocessors)
         yield from query_sums(spec, sizes, dq_columns(spec))
@@ -358,8 +356,8 @@ class FmhaBwdSm90(WgmmaBackward):
 
 
 def dq_columns(spec: KernelSpec) -> int:
-    """The columns of the sums of dq (ffi/include/memeff/layout/backward_tiles_sm90.cuh): those of
-    whole panels if two consumers divide them.
+    """The columns of the sums of dq (ffi/include/memeff/layout/backward_tiles_sm90.cuh), rounded up
+    to whole panels if two consumers divide them.
     """
     divides_columns = spec.tile.query == WARPGROUP_ROWS
     return tile_columns(spec.padded_head_dim) if divides_columns else spec.padded_head_dim
@@ -372,7 +370,7 @@ def _tile(spec: KernelSpec) -> Tile:
 
 def dbias_bytes_and_stages(spec: KernelSpec) -> tuple[int, int]:
     """The shared memory of the dbias kernel, for a square of the bias and a ring of pairs of
-    operand parts, and how many pairs fit. More pairs than those of two Q blocks do not help.
+    operand parts, and how many pairs fit. More pairs than two Q blocks have do not help.
     """
     rows = max(spec.tile.query, spec.tile.key)
     bias = shared_memory.bias_bytes(spec, rows, rows)

@@ -1,5 +1,5 @@
-"""The backward of wgmma for head dims from 129 to 256: one kernel owns the rows of dq, another
-those of dk and dv, because the accumulators of all three exceed the registers of a CTA.
+"""The wgmma backward for head dims from 129 to 256: one kernel owns the rows of dq, another those
+of dk and dv, because the accumulators of all three exceed the registers of a CTA.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class KeyBuffers:
     """The buffers of the kernel that owns keys; dS has two."""
 
     q_block: int
-    """The buffers of queries, and as many of dO."""
+    """The number of buffers of queries, and likewise of dO."""
     probability: int
 
 
 KEY_BUFFERS = (KeyBuffers(3, 2), KeyBuffers(3, 1), KeyBuffers(2, 2), KeyBuffers(2, 1))
-"""The first that fits is taken. With two buffers dK and dV read one until the next Q block begins,
-which then waits for its queries: at head dims (192, 128) a third buffer saves 11 % of the kernel's
-time.
+"""The first that fits is taken. With two buffers, the dK and dV products read one of them until the
+next Q block begins, which then waits for its queries: at head dims (192, 128), a third buffer saves
+11 % of the kernel's time.
 """
 
 _TILE = WgmmaTile(
@@ -80,11 +80,11 @@ _ONE_KERNEL_DIMS = tuple(dim for dim in fmha_bwd_sm90.TILES if dim % PART_COLUMN
 
 
 _EQUAL_DIMS = (160,)
-"""Only calls whose two head dims are padded to the same of these have kernels of that width."""
+"""Only calls whose two head dims are padded to the same width have kernels of these widths."""
 
 
 class FmhaBwdTwoKernelSm90(WgmmaBackward):
-    """The backward of wgmma in two kernels."""
+    """The wgmma backward in two kernels."""
 
     stem = "fmha_bwd_two_kernel_sm90"
     class_name = "FmhaBackwardTwoKernel"
@@ -112,7 +112,7 @@ class FmhaBwdTwoKernelSm90(WgmmaBackward):
         return WARPGROUP_ROWS
 
     def dq_bytes(self, spec: KernelSpec) -> int:
-        """Tiles of query and dO, rings of key and, with one buffer fewer, of value."""
+        """The bytes of tiles of query and dO, a ring of key and, one buffer shorter, of value."""
         tile = wgmma_tile(spec)
         query, key, stages = tile.query, tile.key, tile.stages
         head, value = spec.padded_head_dim, spec.padded_value_dim
@@ -121,8 +121,8 @@ class FmhaBwdTwoKernelSm90(WgmmaBackward):
         return elements * spec.element_bytes + buffers * shared_memory.PIPELINE_BYTES
 
     def dkdv_bytes_and_buffers(self, spec: KernelSpec) -> tuple[int, KeyBuffers]:
-        """Tiles of key and value, and rings of as many rows of query and dO, of statistics beside
-        both, of P and of dS, and a tile of the bias: bytes, and the buffers of the rings.
+        """The bytes of tiles of key and value, of rings of query and dO (equally many rows), of the
+        statistics for both, of P and of dS, and of a tile of the bias; and the rings' buffers.
         """
         key, head, value = spec.tile.key, spec.padded_head_dim, spec.padded_value_dim
         biases = int(spec.tma_bias)

@@ -1,5 +1,5 @@
-"""The float32 forward of wgmma: 3xFP16, three products of f16 for each product of f32. A kernel
-that runs first writes every operand as hi and lo parts.
+"""The wgmma forward for float32: 3xFP16, three f16 products for each f32 product. A kernel that
+runs first writes every operand as hi and lo parts.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class FmhaFwdF16x3Sm90(F16x3Kernel, FmhaFwdSm90):
         return ()
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        # A CTA splits this many rows of query, key or value. The number divides every tile.
+        # A CTA splits this many rows of query, key or value into parts. It divides every tile.
         rows, key = WARPGROUP_ROWS, spec.tile.key
         grid = Grid(f"B*N*T_or_1/{rows}+2*{key // rows}*B*K*S_or_1/{key}")
         split = stage(spec, "split", "FmhaForwardF16x3Split<Config>", SPLIT_THREADS, grid=grid)

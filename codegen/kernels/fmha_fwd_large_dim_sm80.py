@@ -1,4 +1,4 @@
-"""The forward for head dims above 256, and for smaller ones that have no tile: it processes the
+"""The forward for head dims above 256, and for smaller ones without a tile: it processes the
 columns of the operands in steps, and those of the output in chunks.
 """
 
@@ -89,7 +89,7 @@ class FmhaFwdLargeDimSm80(LargeDimKernel):
         return reasons
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """P, the buffers, and for each row two factors and a maximum of each of its warps."""
+        """P, the buffers, and for each row two factors and a maximum per warp of the row."""
         query, key = spec.tile.query, spec.tile.key
         column_warps = (spec.threads // 32) // (query // 32)
         return (
@@ -108,7 +108,7 @@ class FmhaFwdLargeDimSm80(LargeDimKernel):
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """Sums of the output between several KV blocks, and of the scores of a tile over more
+        """Sums of the output across several KV blocks, and of the scores of a tile over more
         columns than one run takes.
         """
         tile = large_dim_tile(spec)

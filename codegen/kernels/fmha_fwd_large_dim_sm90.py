@@ -1,4 +1,4 @@
-"""The forward of wgmma for head dims above 256: two consumers divide the columns of the output."""
+"""The wgmma forward for head dims above 256: two consumers divide the columns of the output."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _CONSUMERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Tile(WgmmaTile):
-    """A row of the table. ``stages`` are buffers of 64 columns of the keys."""
+    """A row of the table. ``stages`` counts buffers of 64 columns of the keys."""
 
     modifiers: tuple[str, ...] = ("soft cap", *MASK_MODIFIERS)
     value_stages: int = 1
-    """Buffers of the values of each consumer, half of the columns."""
+    """Buffers of each consumer's values, which are half of the columns."""
 
 
 TILES: Mapping[tuple[int, int], Tile] = {
@@ -47,7 +47,7 @@ rest of shared memory for keys and values. TMA fills padding with zeros."""
 
 
 class FmhaFwdLargeDimSm90(WgmmaKernel):
-    """The forward of wgmma for large head dims and 16-bit elements."""
+    """The wgmma forward for large head dims and 16-bit elements."""
 
     stem = "fmha_fwd_large_dim_sm90"
     direction = "forward"

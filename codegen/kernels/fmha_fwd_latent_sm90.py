@@ -1,5 +1,5 @@
-"""The forward of latent attention (MLA with absorbed projections) for wgmma: the values are the
-first columns of the keys.
+"""The wgmma forward of latent attention (MLA with absorbed projections): the values are the first
+columns of the keys.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _MOST_BLOCKS = 144
 
 
 class FmhaFwdLatentSm90(WgmmaKernel):
-    """The forward for values that are columns of the keys, of 16-bit elements."""
+    """The forward for values that are columns of the keys, with 16-bit elements."""
 
     stem = "fmha_fwd_latent_sm90"
     direction = "forward"
@@ -145,8 +145,8 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """Each CTA has two slots for partial results, and each row tile records the slots with its
-        parts.
+        """Each CTA has two slots for partial results, and each row tile records the slots that hold
+        its parts.
         """
         rows = spec.tile.query
         tiles = sizes.batch * sizes.key_heads * -(-sizes.queries * sizes.group // rows)

@@ -1,4 +1,4 @@
-"""The forward of mma.sync: a CTA owns the rows of a tile and iterates over its KV blocks."""
+"""The mma.sync forward: a CTA owns the rows of a tile and iterates over its KV blocks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Tile(MmaTile):
 
 # sm_75 has no cp.async: copies pass through registers, and a warp waits for its own copies. So two
 # CTAs share an SM if they fit, or a CTA has eight warps, and these hide each other's waits. For the
-# same reason nothing is loaded ahead. With 1024 threads per SM a thread would have 64 registers;
-# the 256 threads of these rows have all that a thread can address. Nothing for sm_75 was measured.
+# same reason nothing is prefetched. With 1024 threads per SM a thread would have 64 registers; the
+# 256 threads of these rows have all that a thread can address. Nothing for sm_75 was measured.
 _SM75 = {
     32: (
         Tile(128, 64, 4, 2, "16 KB"),
@@ -120,7 +120,7 @@ _SM90 = {
     ),
 }
 
-# Figures of f32 are TFLOP/s at T 8192 on an H200, in three TF32 products.
+# Figures for f32 are TFLOP/s at T 8192 on an H200, with three TF32 products.
 _F32 = {
     32: (
         Tile(128, 64, 4, 2, "32 KB: two blocks everywhere", modifiers=()),
@@ -182,7 +182,7 @@ _TILES_F32: MmaTables = {gpu.SM80: _F32_SM80, gpu.SM86: _F32_SM86, gpu.SM90: _F3
 
 
 class FmhaFwdSm80(MmaKernel):
-    """The forward of mma.sync."""
+    """The mma.sync forward."""
 
     stem = "fmha_fwd_sm80"
     direction = "forward"
@@ -198,7 +198,7 @@ class FmhaFwdSm80(MmaKernel):
         loop = query * spec.padded_head_dim + key * (spec.padded_head_dim + spec.padded_value_dim)
         staged = 0
         if tile.stage_registers:
-            # The pointers of a thread, and maximum and sum (f32) of each row of which it has
+            # A thread's pointers, and the maximum and sum (f32) of each row of which it holds
             # elements.
             pointers = 3 if shared_memory.bias_rows(spec, query) else 2
             staged = spec.threads * (8 * pointers + 8 * (2 * query // (16 * tile.warps)))

@@ -1,5 +1,5 @@
-"""The forward of wgmma: persistent CTAs, a producer that copies tiles by TMA, and consumers of 64
-rows each.
+"""The wgmma forward: persistent CTAs, a producer that copies tiles by TMA, and consumers of 64 rows
+each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
 _LEAST_TILE = 64
-"""Each head dim has a tile whose rows and columns are this number or twice this number."""
+"""Each head dim has a tile whose rows and columns are this number or twice it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Tile(PersistentTile):
     with few tiles. It divides ``stages``."""
     output_first: bool = False
     """Whether a consumer waits for the product with the values of the previous KV block before it
-    computes exponentials. These then overlap the products of other consumers only."""
+    computes exponentials. The exponentials then overlap only the products of other consumers."""
     sequential: bool = False
     """In a 3xFP16 forward: whether a consumer computes scores only after the product with the
     values of the previous KV block has ended, so that both products use the same registers."""
 
 
 _MOST_ADDED_DIM = 128
-"""The largest padded head dim of kernels whose products add a linear score function. Above it the
-element-wise evaluation costs little, and shared memory is full."""
+"""The largest padded head dim of kernels whose products add a linear score function. Above it,
+elementwise evaluation costs little, and shared memory is full."""
 
 _COLUMN_ROW_BYTES = 64
 """A row of the constant operand of that product, for each key of a KV block."""
@@ -247,13 +247,13 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
 
 ALIGNED_DIMS = (160,)
 """Padded head dims whose tiles have panels of 64 bytes, while those of the next wider ones have
-128. At head dim 152, whose rows are not multiples of 32 bytes, the wider one is faster: 495 instead
-of 411 TFLOP/s at T 4096 on an H200.
+128. At head dim 152, whose rows are not multiples of 32 bytes, the wider one is faster: 495 rather
+than 411 TFLOP/s at T 4096 on an H200.
 """
 
 
 class FmhaFwdSm90(PersistentSm90):
-    """The forward of wgmma for 16-bit elements."""
+    """The wgmma forward for 16-bit elements."""
 
     stem = "fmha_fwd_sm90"
     direction = "forward"
@@ -280,7 +280,7 @@ class FmhaFwdSm90(PersistentSm90):
         asked = problem[FUNCTIONS]
         if asked is None or asked.mask is None:
             return reasons
-        # A tile across two Q blocks of a mask function would process the KV blocks of both.
+        # A tile that spans two Q blocks of a mask function would process the KV blocks of both.
         for axis, size in (("query", spec.tile.query), ("key", spec.tile.key)):
             for block in sorted(block_sizes(asked.mask, axis)):
                 if block % _LEAST_TILE == 0 and block % size and size % block:
@@ -305,7 +305,7 @@ class FmhaFwdSm90(PersistentSm90):
         return FUNCTIONS.is_linear(spec) and spec[BIAS] is None and dim <= _MOST_ADDED_DIM
 
     def operand_bytes(self, spec: KernelSpec, rows: int, columns: int) -> int:
-        """A buffer of rows of query, key or value."""
+        """The bytes of a buffer for rows of query, key or value."""
         return rows * tile_columns(columns) * spec.element_bytes
 
     def shared_bytes(self, spec: KernelSpec) -> int:

@@ -73,7 +73,7 @@ _SM75 = {
 }
 
 # If each warp has its own keys, no warp waits for another; 64 rows need the registers of two warps.
-# About 64 KB of copies in flight per SM hide the latency of the memory.
+# About 64 KB of copies in flight per SM hide the memory latency.
 _16x128 = _split(16, 128, 4, 2, 4, 3, "hd 64: 4.3 TB/s on an H200, as with 3 or 4 blocks")
 _16x64 = _split(16, 64, 4, 2, 4, 3, "hd 128: 4.46 TB/s on an H200; 2 stages 4.06")
 _64x128 = _split(64, 128, 4, 2, 2, 2, "hd 64: 134 us for T 32 of S 4096 on an H200, 64x256 154")
@@ -214,7 +214,7 @@ _SM86_FLOAT8 = {
 
 # At head dim 128 and 128 keys a CTA of four warps alone on its SM took 1.17 us for a tile on an
 # H200 (3.6 TB/s), because its warps wait for their own instructions. The launcher often starts one
-# CTA per SM, which is enough for the memory, so a CTA has eight warps.
+# CTA per SM, which is enough to saturate memory, so a CTA has eight warps.
 _SM90_FLOAT8 = {
     64: (
         _split(16, 256, 8, 1, 8, 5, "162 KB of 227 KB"),
@@ -271,8 +271,8 @@ _MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
 kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
 
 _MOST_SEGMENT_BYTES = 1 << 27
-"""The most memory for the outputs of segments. With more rows and longer tables the keys are not
-split, which changes no bit."""
+"""The most memory for the outputs of segments. If more rows or longer tables would need more, the
+keys are not split, which changes no bit."""
 
 
 class FmhaFwdSplitSm80(MmaKernel):
@@ -319,7 +319,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         return 16
 
     def reads_block_mask(self, spec: KernelSpec) -> bool:
-        """A row of the block mask takes three registers, too many beside larger tiles of output."""
+        """A row of the block mask takes three registers, too many next to larger output tiles."""
         (rows,) = self.rows_of_warps(spec)
         return rows * spec.padded_value_dim <= _MOST_ELEMENTS_WITH_BLOCK_MASK
 
@@ -388,7 +388,7 @@ class FmhaFwdSplitSm80(MmaKernel):
 
 
 def _float8_scale_bytes(spec: KernelSpec) -> int:
-    """Bytes of a factor per query row, and of two scales per part of a page in a stage."""
+    """The bytes of one factor per query row, and of two scales per part of a page in a stage."""
     tile = _tile(spec)
     by_page = "pages" in (spec[PAGES].key_scale, spec[PAGES].value_scale)
     parts = tile.stages * tile.key // pages.MULTIPLE if by_page else 0

@@ -1,8 +1,8 @@
 """Source to fatbin, through the cache.
 
-A kernel of a few KB is a cubin of several hundred KB, because the default execution space turns the
-constants of the libraries' namespaces into symbols. nvFatbin compresses it to a tenth, and the
-driver loads the result as it is.
+A kernel of a few KB becomes a cubin of several hundred KB, because the default execution space
+turns the constants of the libraries' namespaces into symbols. nvFatbin compresses it to a tenth,
+and the driver loads the result directly.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def compile(spec: KernelSpec, arch: str) -> Compiled:
     """Compile ``spec`` for ``arch`` (``"sm_90a"``), or take it from the cache.
 
     A terminal shows a line meanwhile (``progress.py``). Raises ``CompileError`` if the compiler
-    refuses the source, or cannot be run.
+    rejects the source, or cannot be run.
     """
     arguments = source(spec, arch)
     if (found := lookup_source(*arguments)) is not None:
@@ -75,7 +75,7 @@ def key(spec: KernelSpec, arch: str) -> str:
 
 
 def source(spec: KernelSpec, arch: str) -> tuple[str, str, tuple[str, ...]]:
-    """The arguments with which the functions below compile ``spec`` for ``arch``."""
+    """The arguments that the functions below take to compile ``spec`` for ``arch``."""
     return emit.source(spec), arch, tuple(entry.name for entry in spec.entry_points)
 
 
@@ -99,7 +99,7 @@ def lookup_source(source: str, arch: str, names: Sequence[str]) -> Compiled | No
 
 
 def compile_uncached(source: str, arch: str, names: Sequence[str]) -> Compiled:
-    """``compile_source`` that neither asks nor fills the cache."""
+    """Like ``compile_source``, but neither reads nor fills the cache."""
     start = time.perf_counter()
     code, log = nvrtc.compile(source, arch, names[0])
     return Compiled(
@@ -125,7 +125,7 @@ def _compile_and_store(source: str, arch: str, names: Sequence[str]) -> Compiled
 
 
 def _key(source: str, arch: str, names: Sequence[str]) -> str:
-    """All that the image depends on, hashed; headers enter as a digest of their contents."""
+    """A hash of all that the image depends on; headers enter as a digest of their contents."""
     parts = (
         source,
         arch,

@@ -34,7 +34,7 @@ def own_include_dir() -> Path:
 def include_dirs() -> tuple[str, ...]:
     """The directories of CUTLASS, the CUDA runtime and CCCL, in this order, and the one above CCCL.
 
-    With CUDA 13 CUTLASS includes CCCL as ``<cccl/cuda/std/...>``, and CCCL itself as
+    With CUDA 13, CUTLASS includes CCCL as ``<cccl/cuda/std/...>``, and CCCL includes itself as
     ``<cuda/std/...>``. The directory above comes last, because in a toolkit it also has CUDA's own
     headers, perhaps of another version.
 
@@ -54,8 +54,8 @@ def versions() -> dict[str, str]:
 def digest() -> bytes:
     """SHA-256 over the text of our headers and the versions of the others; no path enters it.
 
-    Others count with the version of their wheel, which has the patch release that CUDA's macros
-    leave out.
+    The others enter with the version of their wheel, which includes the patch release that CUDA's
+    macros leave out.
     """
     others = sorted(versions().items()), [found.version for found in _found()]
     return _with_own_text(repr(others).encode())
@@ -67,7 +67,7 @@ def own_digest() -> bytes:
 
 
 def _with_own_text(first: bytes) -> bytes:
-    # Read at every call, so that an edited header never meets an old kernel.
+    # Read at every call, so that an old kernel is never used after a header was edited.
     own = own_include_dir()
     digest = hashlib.sha256(first)
     for file in sorted(own.rglob("*")):

@@ -1,9 +1,9 @@
-"""The compiler itself: CUDA C++ to machine code or PTX by NVRTC, and that to a fatbin by nvFatbin.
+"""The compiler itself: NVRTC from CUDA C++ to machine code or PTX, and nvFatbin to a fatbin.
 
 NVRTC is called through ``cuda.core``, which is imported when a kernel is first compiled.
 
-Precompiled headers do not pay: one takes 475 MB on disk, for each architecture, needs twice NVRTC's
-default heap (``nvrtcSetPCHHeapSize``), and takes 1.2 s off a kernel after 6 s to create it.
+Precompiled headers do not pay off: one takes 475 MB on disk for each architecture, needs twice
+NVRTC's default heap (``nvrtcSetPCHHeapSize``) and 6 s to create, and saves 1.2 s per kernel.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jax_memeff.errors import CompileError
 OPTIONS = {
     "std": "c++17",
     "device_as_default_execution_space": True,
-    # CCCL generates templates for type lists of up to 16 types, and of 10 for nvcc. The
-    # preprocessor of NVRTC takes 1 of the 4.5 s of a kernel for 16, and 0.01 s for 10.
+    # CCCL generates templates for type lists of up to 16 types, and of up to 10 under nvcc. With
+    # 16, NVRTC's preprocessor takes 1 of the 4.5 s of a kernel; with 10, it takes 0.01 s.
     "define_macro": ("_CCCL_META_UNROLL_LIMIT", "10"),
     "ptxas_options": ["-v"],
 }
@@ -47,7 +47,7 @@ _BUG = (
 def compile(source: str, arch: str, name: str) -> tuple[bytes, str]:
     """Machine code of ``source`` for ``arch``, or PTX if it is virtual; and the compiler's log.
 
-    Messages call the source ``name``. Raises ``CompileError`` if NVRTC refuses it or is missing.
+    Messages call the source ``name``. Raises ``CompileError`` if NVRTC rejects it or is missing.
     """
     parts.library(parts.NVRTC)
     core = parts.import_("cuda.core")
@@ -102,7 +102,8 @@ def version() -> str:
 def versions() -> dict[str, str]:
     """The parts of the toolchain and their versions; "not found" for what is absent.
 
-    A part that is not a wheel is followed by its place: "13.0, in /usr/local/cuda/include".
+    The version of a part that is not a wheel is followed by its location: "13.0, in
+    /usr/local/cuda/include".
     """
     found = {"driver": _driver_version(), parts.NVRTC.title: version()}
     try:

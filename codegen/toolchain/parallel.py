@@ -31,8 +31,8 @@ def compile_many(
     """Compile every (spec, arch) of ``jobs``, and return the results in the same order.
 
     Kernels in the cache come first; then at most ``processes`` (by default one per available core)
-    compile the others. ``on_done(spec, arch, result)`` is called in this thread as
-    each distinct job ends. The first ``CompileError`` is raised once all jobs have ended.
+    compile the others. ``on_done(spec, arch, result)`` is called in this thread as each distinct
+    job ends. The first ``CompileError`` is raised once all jobs have ended.
     """
     jobs = list(jobs)
     results: dict[Job, Compiled | CompileError] = {}
@@ -130,7 +130,7 @@ class _Worker:
         return error
 
     def close(self) -> None:
-        # This closes both pipes; the process ends at the end of its input.
+        # This closes both pipes; the process exits at the end of its input.
         self.process.communicate()
 
 

@@ -1,10 +1,10 @@
 """Finds the parts of the CUDA toolchain that a compilation needs: headers and libraries.
 
 Wheels come first, because their versions are the ones that pyproject.toml asks for. They are found
-along ``sys.path`` with ``importlib.metadata``: ``cuda.pathfinder`` searches the interpreter's own
-site-packages only, and so passes over ``pip install --target`` and environments on ``PYTHONPATH``,
-and takes a CUDA toolkit of the system instead. It finds what has no wheel: in conda environments,
-in CUDA_PATH or CUDA_HOME, and in the usual directories of a system.
+along ``sys.path`` with ``importlib.metadata``: ``cuda.pathfinder`` searches only the interpreter's
+own site-packages, so it would miss ``pip install --target`` and environments on ``PYTHONPATH`` and
+use the system's CUDA toolkit instead. It finds what has no wheel: in conda environments, in
+CUDA_PATH or CUDA_HOME, and in the usual directories of a system.
 
 There are two sets of wheels, for CUDA 12 and CUDA 13, with different names and directories. The
 version of ``cuda.bindings``, which calls the libraries, selects one set; a part of the other set
@@ -38,7 +38,7 @@ def _renew_lock() -> None:
     _importing = threading.Lock()
 
 
-# A child of fork has only the forking thread: a lock that another one held would never be released.
+# A forked child has only the forking thread: a lock that another thread held is never released.
 os.register_at_fork(after_in_child=_renew_lock)
 
 
@@ -141,7 +141,7 @@ def library(part: Part) -> Found:
     pathfinder = import_("cuda.pathfinder")
     try:
         if wheel is not None and not _is_loaded(part.wheel.file):
-            # NVRTC 13.0 searches its builtins by name, and not beside itself.
+            # NVRTC 13.0 looks its builtins up by name, not in its own directory.
             for builtins in wheel.path.parent.glob(f"lib{part.name}-builtins.so.*"):
                 ctypes.CDLL(str(builtins))
             ctypes.CDLL(str(wheel.path))
@@ -167,7 +167,7 @@ def all_found() -> dict[Part, Found | None]:
 
 @functools.cache
 def warn_of_mixture() -> None:
-    """Warn once if some parts are wheels and others are not: their versions may not fit."""
+    """Warn once if some parts are wheels and others are not: their versions may not match."""
     found = [place for place in all_found().values() if place is not None]
     # No toolkit contains CUTLASS, so its wheel beside a whole toolkit is not a mixture.
     toolkit = [place for place in found if place.part is not CUTLASS]
@@ -206,7 +206,7 @@ def _or_archive() -> str:
 
 
 def searched() -> dict[str, str]:
-    """The places that are searched for parts, in this order: their names and what they are now."""
+    """The places that are searched for parts, in this order, by name, with their current values."""
     path = [entry for entry in sys.path if os.path.isdir(entry or ".")]
     variables = ("CONDA_PREFIX", "CUDA_PATH", "CUDA_HOME")
     return {
@@ -219,8 +219,9 @@ def searched() -> dict[str, str]:
 def import_(name: str) -> ModuleType:
     """A module of the cuda-python packages, imported when first needed.
 
-    One thread at a time: while one imports cuda.core, which swaps itself for the module of a CUDA
-    version, another would get it without its names. Raises ``CompileError`` if it is not installed.
+    Only one thread imports at a time: while one imports cuda.core, which swaps itself for the
+    module of a CUDA version, another would get it without its names. Raises ``CompileError`` if it
+    is not installed.
     """
     try:
         with _importing:

@@ -3,17 +3,17 @@
 ``python -m jax_memeff build --output kernels.zip`` writes it, ``JAX_MEMEFF_KERNELS`` names it, and
 it is searched before the cache. A kernel's key covers its source, its architecture and the headers
 of this package, but not the compiler: whoever names an archive wants its kernels, whatever compiler
-is installed, and without one too.
+is installed, or if there is none.
 
 Two hazards:
 
 * Its kernels run with the user's rights. So the archive must be as trustworthy as files of the
-cache: no other user (root excepted) may own it or be able to write to it. Its digests detect
-damage. They are not a signature, because whoever writes an archive also writes its digests.
+  cache: no other user (root excepted) may own it or be able to write to it. Its digests detect
+  damage. They are not a signature, because whoever writes an archive also writes its digests.
 * It may come from somebody else, or be damaged. It is read in place and never unpacked, so names in
   it reach no file system; entries must be stored without compression and must not be larger than
-  the archive; an entry is used only if its digest fits its key. Whatever else is wrong makes an
-  entry a miss.
+  the archive; an entry is used only if its digest matches its key. Anything else that is wrong with
+  an entry makes it a miss.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def get(source: str, arch: str, names: Sequence[str]) -> bytes | None:
 
 
 def contents() -> Contents | None:
-    """The description in the archive that is named; None if none is named.
+    """The description in the named archive; None if no archive is named.
 
     Raises ``UnusableArchiveError`` if it cannot be used.
     """
@@ -186,7 +186,7 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _stored(archive: zipfile.ZipFile, name: str) -> bytes:
-    """The bytes of an entry, none if it is absent or compressed."""
+    """The bytes of an entry; no bytes if it is absent or compressed."""
     try:
         entry = archive.getinfo(name)
     except KeyError:

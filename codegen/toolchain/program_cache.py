@@ -14,8 +14,8 @@ Two hazards:
   and removes only names that ``_write`` makes.
 
 Correctness needs no lock. An entry is written under a temporary name and renamed into place, so a
-reader sees all of it or none. An entry that does not verify is a miss, whatever else fails, and the
-compilation that follows replaces it. Without a usable directory this process keeps its kernels in
+reader sees all of it or none. An entry that does not verify is a miss, whatever the cause, and the
+compilation that follows replaces it. Without a usable directory, the process keeps its kernels in
 memory.
 """
 
@@ -183,7 +183,7 @@ def _trusted_owner(status: os.stat_result) -> bool:
 
 
 def distrust(status: os.stat_result) -> str | None:
-    """Whether, and how, a user other than this one could have written a file."""
+    """How a user other than this one could have written a file; None if none could."""
     if not _trusted_owner(status):
         return f"is owned by the user with the id {status.st_uid}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -204,7 +204,7 @@ def _read(directory: int, key: str) -> bytes | None:
             payload = verified(key, stream.read())
         if payload is not None:
             with contextlib.suppress(OSError):  # the directory may be read-only
-                os.utime(file)  # eviction goes by this time
+                os.utime(file)  # eviction is by this time
         return payload
     except OSError:
         return None
@@ -219,7 +219,7 @@ def _write(directory: int, key: str, payload: bytes) -> None:
         with os.fdopen(file, "wb") as stream:
             stream.write(sealed(key, payload))
         os.replace(temporary, _name(key), src_dir_fd=directory, dst_dir_fd=directory)
-    except BaseException:  # an interrupt, too, leaves no half of a file behind
+    except BaseException:  # an interrupt must not leave a partial file behind either
         _unlink(directory, temporary)
         raise
 
@@ -261,7 +261,7 @@ def sealed(key: str, payload: bytes) -> bytes:
 
 
 def verified(key: str, stored: bytes) -> bytes | None:
-    """The payload of what ``sealed`` returned for this key, or None for other bytes."""
+    """The payload of bytes that ``sealed`` returned for this key; None for any other bytes."""
     start = len(_MAGIC) + _HASH_BYTES
     payload = stored[start:]
     return payload if stored[:start] == _MAGIC + _digest(key, payload) else None

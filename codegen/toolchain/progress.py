@@ -16,8 +16,8 @@ _shown = threading.Lock()
 def line(text: str) -> Iterator[None]:
     """Show ``text`` and the seconds that have passed; the line disappears at the end.
 
-    It is shown only if the standard error stream is a terminal and ``JAX_MEMEFF_PROGRESS`` is not
-    0. A thread that compiles while another one has its line shows none.
+    It is shown only if standard error is a terminal and ``JAX_MEMEFF_PROGRESS`` is not 0. A thread
+    that compiles while another thread's line is shown has none.
     """
     is_wanted = config.progress() and sys.stderr is not None and sys.stderr.isatty()
     if not is_wanted or not _shown.acquire(blocking=False):
@@ -46,7 +46,7 @@ def _display(text: str) -> contextlib.AbstractContextManager[object]:
         ),
         console=Console(stderr=True),
         transient=True,
-        # A user's program may have replaced both streams itself.
+        # The user's program may itself have replaced both streams.
         redirect_stdout=False,
         redirect_stderr=False,
     )

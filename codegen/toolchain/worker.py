@@ -1,6 +1,6 @@
 """A process of ``parallel.compile_many``: reads pickled sources, writes pickled results.
 
-It does not open the cache: the process that asked stores the results, and warns once if it cannot.
+It does not open the cache: the parent process stores the results, and warns once if it cannot.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax_memeff.errors import CompileError
 
 
 def main() -> None:
-    # Only results may reach the pipe: output of libraries goes to the standard error stream.
+    # Only results may reach the pipe: output of libraries goes to standard error.
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:

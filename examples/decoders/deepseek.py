@@ -1,10 +1,10 @@
 """DeepSeek's multi-head latent attention: training, and decoding over pages of latent vectors.
 
 "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1. A token's keys and values are linear
-functions of one latent vector, and a part of the key with rotary positions is the same for all
-heads. Training expands them to heads, because that takes fewer operations. Decoding multiplies the
-query by the key's matrix and the output by the value's instead, so that a cache holds the latent
-vector alone: 576 numbers per token in DeepSeek-V3, instead of 40,960.
+functions of one latent vector, and the part of the key with rotary positions is shared by all
+heads. Training expands them to heads, because that takes fewer operations. Decoding instead
+multiplies the query by the key's matrix and the output by the value's, so that a cache holds only
+the latent vector: 576 numbers per token in DeepSeek-V3, instead of 40,960.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def projections(y, w: Parameters, position, config: Config):
 
 
 def attention(query, key, value, config: Config) -> jax.Array:
-    """Attention for training; values have another head dim than query and key."""
+    """Attention for training; the head dim of values differs from that of query and key."""
     return dot_product_attention(query, key, value, is_causal=True, scale=config.scale)
 
 

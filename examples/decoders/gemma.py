@@ -54,7 +54,7 @@ def parameters(key: jax.Array, config: Config) -> tuple[jax.Array, Parameters]:
 
 
 def attention(query, key, value, left: jax.Array, config: Config) -> jax.Array:
-    """``left`` is a traced number: one kernel serves layers with different windows."""
+    """``left`` is a traced number, so one kernel serves layers with different windows."""
     return dot_product_attention(
         query, key, value, mask=Mask.window(left, 0), logits_soft_cap=config.soft_cap
     )

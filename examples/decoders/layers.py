@@ -73,7 +73,7 @@ def _weights(key: jax.Array, layers: int, shapes: Mapping[str, tuple[int, ...]])
 
 
 def rms_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; over the last dim."""
+    """Normalize the last dim: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019."""
     wide = x.astype(jnp.float32)
     root = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
     return (wide * root).astype(x.dtype) * weight

@@ -2,8 +2,8 @@
 
 The probabilities are recomputed from the logsumexp, tile by tile, as in Dao, Fu, Ermon, Rudra and
 Re, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), appendix
-B.4. The outer loop runs over Q blocks: the gradient of a Q block is summed in place, the gradients
-of key and value in buffers of their own size.
+B.4. The outer loop runs over Q blocks: the gradient of a Q block is accumulated in place, the
+gradients of key and value in buffers of the size of key and value.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def backward(
         lse: [B, T, N], the forward's result.
         dout: [B, T, N, Hv], the cotangent of ``out``.
         dlse: [B, T, N], the cotangent of ``lse``; None is zero.
-        needs_grad: which gradients are computed.
+        needs_grad: which gradients to compute.
 
     Returns:
         Gradients in the operands' own dtypes and in the shapes of ``attention_bwd``'s results. The
@@ -165,7 +165,7 @@ def _backward_loops(
                 )
                 return _Sums(dquery, dkey, dvalue, dbias, tuple(summed_captured))
 
-            # If possible, slices pass through the conditional, because XLA may copy its operands.
+            # If possible, only slices pass through the conditional: XLA may copy its operands.
             local = _Sums(
                 sums.query,
                 read_block(sums.key, col, cols.size, 2),
@@ -201,9 +201,9 @@ def _row_arrays(
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Arrays of a row for its tiles: ``dout``, the logsumexp, and ``rowsum(dout * out) - dlse``.
+    """The per-row arrays of the tiles: ``dout``, the logsumexp, and ``rowsum(dout * out) - dlse``.
 
-    The last is D in the paper, which is subtracted from dP in every element of the row. All are
+    The last one is D in the paper, which is subtracted from dP in every element of the row. All are
     grouped by key heads. In rows that are not live, the logsumexp is inf and the others are 0.
     """
     dtype, kv_heads = problem.accumulator, problem.key.shape[1]
@@ -223,8 +223,8 @@ def _row_arrays(
 def _bias_sums(problem: Problem) -> jax.Array | None:
     """Zeros to which the gradient of the bias is added.
 
-    If the bias is not broadcast over T, one tile writes each element, so the bias's own dtype is
-    exact: overlapping tiles only add zeros.
+    If the bias is not broadcast over T, a single tile writes each element, so accumulating in the
+    bias's own dtype is exact: overlapping tiles only add zeros.
     """
     bias = problem.operands.bias
     if bias is None:

@@ -31,13 +31,13 @@ class Blocks(NamedTuple):
         return self.length % self.size != 0
 
     def start(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The start of a block, and its first element that no earlier block counts; int32."""
+        """The start of a block, and its first element not counted by an earlier block; int32."""
         first = index.astype(jnp.int32) * self.size
         return jnp.minimum(first, self.length - self.size), first
 
 
 def _cut(length: int, longest: int) -> Blocks:
-    """Blocks of equal size; if there are several, a multiple of the blocks of random bits."""
+    """Blocks of equal size; if there are several, a multiple of the block size of random bits."""
     count = -(-length // longest)
     if count <= 1:
         return Blocks(length, length)
@@ -49,6 +49,6 @@ def blocks(operands: Operands, longest: int) -> tuple[Blocks, Blocks]:
     """The blocks of rows and columns."""
     rows, columns = operands.query.shape[1], operands.columns
     if operands.pages is not None and operands.pages.is_invariant:
-        # XLA's order of summation depends on a product's shape, so each row is its own product.
+        # XLA's order of summation depends on a product's shape, so each row is a separate product.
         return Blocks(rows, 1), Blocks(columns, INVARIANT_COLUMNS)
     return _cut(rows, longest), _cut(columns, longest)

@@ -1,4 +1,4 @@
-"""Derivatives of the blockwise path that JAX can differentiate again, at linear memory.
+"""Derivatives of the blockwise path that JAX can differentiate again, with linear memory.
 
 Everything but the forward is a derivative of one function. For a fixed logsumexp ``l`` it computes
 two sums per row, ``z = sum_s p`` and ``w = sum_s keep * p * v`` with ``p = exp(s - l)``:
@@ -9,7 +9,7 @@ two sums per row, ``z = sum_s p`` and ``w = sum_s keep * p * v`` with ``p = exp(
   Exact Attention with IO-Awareness" (2022), appendix B.4.
 
 The function sums independent tiles and recomputes a tile whenever a derivative needs it
-(``jax.checkpoint``), so derivatives of any order keep one tile of scores at a time. Blocks are
+(``jax.checkpoint``), so derivatives of any order hold one tile of scores at a time. Blocks are
 scanned inputs, not slices of a captured array, so that each cotangent block is written once.
 """
 
@@ -122,7 +122,7 @@ def _sums_of(
         else:
             total, weighted = _row_sums_varlen(call, options, fixed)
         if call.sinks is not None:
-            # A sink of 1e9 or inf has a derivative, although its keys have none.
+            # A sink of 1e9 or inf has a derivative, although the keys beside it have none.
             total = total + sinks.probabilities(call, options, lse)
         return total, weighted
 
@@ -130,7 +130,7 @@ def _sums_of(
 
 
 def _zeros(operands: Operands, lse: jax.Array) -> Sums:
-    # Derived from an operand, so that they vary over the same mesh axes inside `shard_map`.
+    # Derived from an operand, so that the zeros vary over the same mesh axes inside `shard_map`.
     zero = jnp.sum(operands.query[:0], dtype=lse.dtype)
     weighted = (*lse.shape, operands.value.shape[3])
     return jnp.broadcast_to(zero, lse.shape), jnp.broadcast_to(zero, weighted)
@@ -219,7 +219,7 @@ def _joined(x: jax.Array, blocks: Blocks, axis: int) -> jax.Array:
 
 
 def _row_sums_varlen(operands: Operands, options: Options, lse: jax.Array) -> Sums:
-    """Like :func:`_row_sums`, for packed sequences, one after the other."""
+    """Like :func:`_row_sums`, for packed sequences, which are processed one after the other."""
     bias = operands.bias
     per_sequence = None if bias is None or bias.shape[0] == 1 else bias[:, None]
 

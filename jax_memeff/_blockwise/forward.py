@@ -1,6 +1,6 @@
-"""Attention in plain JAX with linear memory: every platform, every feature, every dtype.
+"""Attention in plain JAX with linear memory, for every platform, feature and dtype.
 
-The forward loops over Q blocks and, for each, over KV blocks, and keeps one tile of scores at a
+The forward loops over Q blocks and, for each, over KV blocks, and holds one tile of scores at a
 time. It is the online softmax of Rabe and Staats, "Self-attention does not need O(n^2) memory"
 (2021), section 3. The backward is in ``backward.py``.
 """
@@ -28,13 +28,13 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
 
     Args:
         operands: arrays in canonical shapes; ``operands.mask`` is canonical.
-        options: the static part. ``precision`` only affects kernels: here products are float32.
+        options: the static part. ``precision`` only affects the kernels: products here are float32.
         dtype: of ``out``; the query's by default.
 
     Returns:
         out: [B, T, N, Hv]; 0 in rows without valid keys.
         lse: [B, T, N], float32 (float64 for float64 inputs); -inf in rows without valid keys.
-        maxima: only with ``options.row_maxima``, the largest score of each row, as ``lse`` is.
+        maxima: only with ``options.row_maxima``: the largest score of each row, typed like ``lse``.
     """
     batch, length, heads, _ = operands.query.shape
     value_dim = operands.value_dim
@@ -67,8 +67,8 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
             problem.zeros(*group_shape, rows.size, value_dim),
         )
         maximum, total, weighted = lax.fori_loop(0, cols.count, key_block, state)
-        has_keys = total != 0  # NaN, too, which must reach the logsumexp and the gradients
-        # A row without keys is divided by 1, so that neither value nor derivative is NaN.
+        has_keys = total != 0  # true for NaN, too, which must reach the logsumexp and the gradients
+        # A row without keys is divided by 1, so that neither its value nor its derivative is NaN.
         total = jnp.where(has_keys, total, 1)
         out = weighted * (problem.options.kept_scale / total)[..., None]
         lse = jnp.where(has_keys, maximum + jnp.log(total), -jnp.inf)
@@ -90,7 +90,7 @@ def _online_softmax(state: State, tile: Tile, value: jax.Array) -> State:
     # Neither results nor derivatives depend on the subtracted maximum.
     scores = tile.scores
     new_maximum = jnp.maximum(maximum, lax.stop_gradient(jnp.max(scores, -1)))
-    # A row without a valid key so far subtracts 0, because -inf - -inf would be NaN.
+    # Rows without a valid key so far subtract 0, because -inf - -inf would be NaN.
     subtracted = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)
     probabilities = jnp.exp(scores - subtracted[..., None])
     decay = jnp.exp(maximum - subtracted)

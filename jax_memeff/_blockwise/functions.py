@@ -1,8 +1,8 @@
 """The user's functions, evaluated on one tile of scores.
 
 Arrays have a first dim that the user does not see: 1, or one for each batch index. The derivative
-of a function is selected to 0 in masked elements and never multiplied by 0, because a function may
-be infinite or NaN there.
+of a function is set to 0 in masked elements by a select, never by multiplying with 0, because it
+may be infinite or NaN there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax_memeff._functions.evaluate import evaluate
 from jax_memeff.codegen.functions.program import Program
 
 MASKED_SCORE = -1e37
-"""A score function or a bias below this masks its element, as -inf does."""
+"""A result of a score function, or a bias, below this masks its element, as -inf does."""
 
 
 class Coordinates(NamedTuple):
@@ -85,7 +85,7 @@ def holds(program: Program, coordinates: Coordinates, arrays: Sequence[jax.Array
 def _each_batch_index(
     function: Callable[..., Any], elements: tuple[jax.Array, ...], arrays: Sequence[jax.Array]
 ) -> Any:
-    """``function(*elements, arrays)`` with arrays as the user has them."""
+    """``function(*elements, arrays)`` with arrays of the user's shapes."""
     if all(x.shape[0] == 1 for x in arrays):
         return function(*elements, tuple(x[0] for x in arrays))
     leaves = (*elements, *arrays)

@@ -1,8 +1,8 @@
 """Tiles of keys and values from a pool of pages.
 
 A tile is gathered when it is read, so neither the pool nor a whole sequence is copied. Keys beyond
-the length of the sequence may be NaN. They are not gathered, because 0 times NaN would be NaN.
-Their place in a tile is 0, whatever the scales are.
+the length of the sequence may be NaN. They are not gathered, because 0 times NaN would be NaN; the
+tile holds 0 in their place, whatever the scales are.
 """
 
 from __future__ import annotations
@@ -64,6 +64,6 @@ def _tile(
     if scale is not None:
         page = rows // pages.page_size if scale.shape[1] != 1 else jnp.zeros_like(rows)
         tile = tile * jnp.take(scale, page, 1, mode="fill", fill_value=0).astype(dtype)
-        # A scale of the whole pool may be inf or NaN, and 0 times it is NaN.
+        # A scale for the whole pool may be inf or NaN, and 0 times that is NaN.
         tile = jnp.where((rows < pool.shape[1])[:, None, None], tile, 0)
     return tile.transpose(0, 2, 1, 3)

@@ -30,7 +30,7 @@ from jax_memeff._call.values import require_static, score_dtype
 LONGEST_BLOCK = 512
 _SHORTEST_BLOCK = 64
 _LARGEST_TILE = 2**20
-"""Elements of a tile over the batch and all heads; blocks are halved until a tile has no more.
+"""The most elements of a tile over the batch and all heads; blocks are halved until a tile fits.
 
 Measured on two CPU cores, H = 64, T = 1024, forward and backward. With 4 heads, blocks of 512 take
 0.85 of the time of 256. With 8 heads a tile of 512 has 2**21 elements and takes 1.4 times as long.
@@ -52,7 +52,7 @@ def has_probabilities(lse: jax.Array) -> jax.Array:
 
 
 ArraysByIndex = dict[int, jax.Array]
-"""Some of the captured arrays, or their gradients."""
+"""Some of the captured arrays, or their gradients, by index."""
 
 
 class Tile(NamedTuple):
@@ -130,7 +130,7 @@ class Problem:
         return jnp.broadcast_to(zero, shape)
 
     def query_tile(self, start: jax.Array) -> jax.Array:
-        """The rows of one block, times the scale."""
+        """The query rows of one block, times the scale."""
         tile = lax.dynamic_slice_in_dim(self.query, start, self.rows.size, 3)
         return tile.astype(self.accumulator) * self.options.scale
 
@@ -227,9 +227,9 @@ class Problem:
         first_row: jax.Array | None,
         first_col: jax.Array,
     ) -> jax.Array | None:
-        """Whether mask and bias let each element of a tile take part, [b, k, g, rows, cols].
+        """Whether mask and bias keep each element of a tile, [b, k, g, rows, cols].
 
-        The arguments are those of :meth:`tile`; None is true.
+        The arguments are those of :meth:`tile`; a result of None means all of them.
         """
         operands, batch = self.operands, self.query.shape[0]
         sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
@@ -299,7 +299,7 @@ class Problem:
 
 
 def _widened(x: jax.Array, accumulator: jnp.dtype) -> jax.Array:
-    """Floats of at least the accumulator's dtype; other arrays as they are."""
+    """Floats in at least the accumulator's precision; other arrays unchanged."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return x.astype(max(score_dtype(x.dtype), accumulator, key=lambda dtype: dtype.itemsize))

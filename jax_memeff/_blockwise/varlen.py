@@ -1,8 +1,8 @@
 """The blockwise path for packed sequences, which computes them one after the other.
 
-Each sequence is gathered from the tokens, computed as a batch of one, and scattered back. There is
-never more than one padded sequence in memory, and it is no longer than all tokens, however large
-``max_seqlen`` is.
+Each sequence is gathered from the tokens, computed as a batch of one, and scattered back. Only one
+padded sequence is in memory at a time, and it is never longer than all tokens together, however
+large ``max_seqlen`` is.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def backward(
     if _is_empty(operands):
         return sums
     operands = operands._replace(sequences=_sequences(operands).clamped)
-    # Gradients that are sums over sequences; 16 bits would round each sum.
+    # Gradients that are sums over sequences; accumulating in 16 bits would round every addition.
     over_sequences = [name for name in ("bias", *_captured_names(operands)) if name in zeros]
     widened = {name: _widened(array_of(operands, name)) for name in over_sequences}
     operands = replaced(operands, widened)
@@ -127,7 +127,7 @@ def _require_sequences(starts: Any) -> None:
     """Raise for a symbolic number of starts that may be 1, because JAX cannot index an empty array.
 
     Raises:
-        ValueError: names ``cu_seqlens_q`` and the remedy.
+        ValueError: the number may be 1; the message names ``cu_seqlens_q`` and the remedy.
     """
     try:
         bool(starts >= 2)

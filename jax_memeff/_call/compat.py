@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, PartitionSpec
 
 InconclusiveDimensionOperation = core.InconclusiveDimensionOperation
-"""The error for symbolic sizes whose order is unknown: it moves from one module to another."""
+"""The error for symbolic sizes that cannot be compared; its module differs between JAX versions."""
 
 
 def cast_to_common_varying_axes(tree: Any) -> Any:
@@ -46,10 +46,10 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def compiled_in_eager_shard_map(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """``function(operands, static)``, under ``jax.jit`` if the enclosing ``jax.shard_map`` is not.
+    """``function(operands, static)``, wrapped in ``jax.jit`` if the enclosing shard_map is eager.
 
-    Outside of ``jax.jit``, JAX evaluates ``jax.shard_map`` operation by operation, and does not
-    implement custom_vjp with symbolic zeros there.
+    Outside of ``jax.jit``, JAX evaluates ``jax.shard_map`` op by op, and custom_vjp with symbolic
+    zeros is not implemented there.
     """
     jitted = jax.jit(function, static_argnums=1)
 
@@ -64,7 +64,7 @@ def compiled_in_eager_shard_map(function: Callable[[Any, Any], Any]) -> Callable
 
 
 def _in_eager_shard_map() -> bool:
-    """Whether the innermost ``jax.shard_map`` or ``jax.jit`` is a ``jax.shard_map``."""
+    """Whether the innermost of the enclosing ``jax.shard_map`` and ``jax.jit`` is the former."""
     trace = core.trace_ctx.trace
     while isinstance(trace, (JVPTrace, LinearizeTrace, BatchTrace)):
         trace = trace.parent_trace
@@ -140,9 +140,9 @@ def mesh_axes_of_compiler(ctx: mlir.LoweringRuleContext) -> tuple[int, ...]:
 
 
 def replace_compile_errors(handler: Callable[[Exception], Exception | None]) -> None:
-    """Replace errors of the XLA compiler by those that the handler returns, unless it returns None.
+    """Replace XLA compile errors with those that the handler returns, unless it returns None.
 
-    XLA turns an exception of a Python callback into text inside an error of its own.
+    XLA turns an exception raised in a Python callback into text inside an error of its own.
     """
     compiler.register_xla_runtime_error_handler(handler)
 

@@ -39,7 +39,7 @@ def expanded(x: jax.Array, divisor: int, batch: int) -> jax.Array:
 
 
 def broadcastable(x: jax.Array, divisor: int, batch: int) -> jax.Array:
-    """:func:`expanded`, but an operand of one batch index keeps it."""
+    """Like :func:`expanded`, but an operand with a single batch index stays as it is."""
     return x if x.shape[0] == 1 else expanded(x, divisor, batch)
 
 
@@ -81,9 +81,9 @@ def as_gradient(name: str, x: jax.Array, operands: Any, divisors: Divisors) -> j
 
 
 def summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """``x`` summed to a shape: over dims that are 1 in it, and over runs of the first dim.
+    """``x`` summed to ``shape``: over the dims of size 1 in it, and over runs of the first dim.
 
-    The length of the runs is the ratio of the first dims.
+    The length of a run is the ratio of the two first dims.
 
     >>> summed(jnp.arange(12).reshape(4, 3), (2, 1)).tolist()
     [[15], [51]]

@@ -45,7 +45,7 @@ def threshold(rate: float) -> int:
     """The threshold T, ``floor(256 * rate + 0.5)``: an element is dropped if its byte is below.
 
     Raises:
-        TypeError: ``rate`` is not a number, or traced.
+        TypeError: ``rate`` is not a number, or is traced.
         ValueError: ``rate`` is not in [0, 1], or is above 0 and rounds to never or to always.
 
     >>> threshold(0.1), threshold(0.0)
@@ -73,8 +73,8 @@ def realised_rate(rate: float) -> float:
     """The actual probability of dropping an element: ``threshold(rate) / 256``.
 
     Raises:
-        TypeError: ``rate`` is not a number, or traced.
-        ValueError: No kernel can realise it, as in ``threshold``.
+        TypeError: ``rate`` is not a number, or is traced.
+        ValueError: the rate cannot be realised, as in ``threshold``.
 
     >>> realised_rate(0.1)
     0.1015625
@@ -177,7 +177,7 @@ def keep_mask(
         (row_counter, col_counter, head_counter, jnp.zeros_like(head_counter)),
         (key[:, 0], key[:, 1]),
     )
-    # Within a block, row = 8 * upper + 2 * pair + parity, and columns alike. The counters encode
+    # Within a block, row = 8 * upper + 2 * pair + parity; likewise for columns. The counters encode
     # the pairs, and the parities select the word, so the words interleave to runs of 8 by 8.
     runs = jnp.stack([jnp.stack(words[:2], -1), jnp.stack(words[2:], -1)], 3)
     batch, heads = head_counter.shape[:2]
@@ -198,11 +198,11 @@ def kept(
     """Whether each element of a tile is kept, bool[B, N, rows, cols]; None without dropout.
 
     Args:
-        operands: of the call.
-        options: of the call.
-        row: row of the tile's first row in the arrays of the call, int32[].
-        col: likewise its first column.
-        shape: rows and columns of the tile.
+        operands: those of the call.
+        options: those of the call.
+        row: index of the tile's first row in the arrays of the call, int32[].
+        col: likewise for its first column.
+        shape: the numbers of rows and columns of the tile.
     """
     state, position = operands.dropout, operands.position
     if not options.dropout_threshold or state is None:
@@ -221,11 +221,11 @@ def kept(
 
 
 def require_key(value: Any) -> None:
-    """Raise for what is not one typed or legacy JAX random key.
+    """Raise unless the value is a single typed or legacy JAX random key.
 
     Raises:
-        TypeError: it is no key.
-        ValueError: it is an array of keys, or a legacy key of another size than the default's.
+        TypeError: it is not a key.
+        ValueError: it is an array of keys, or a legacy key whose size is not the default's.
     """
     if not isinstance(value, (jax.Array, np.ndarray)):
         raise TypeError(f"dropout_key must be a jax.random key, got {type(value).__name__}")
@@ -280,8 +280,8 @@ def state(
         offsets: the global index of this call's first batch index and head; None is 0 for both.
 
     Raises:
-        TypeError: ``dropout_key`` is no key, a size is not a Python integer, or ``offsets`` are not
-            Offsets.
+        TypeError: ``dropout_key`` is not a key, a size is not a Python integer, or ``offsets`` is
+            not an ``Offsets``.
         ValueError: there are several keys, or a size is negative or beyond int32.
 
     >>> state(jax.random.key(0), 2, 4).batch_base
@@ -297,7 +297,7 @@ def state(
     global_heads = num_heads if offsets.num_heads is None else offsets.num_heads
 
     def unsigned(x: Index) -> jax.Array:
-        # Head indices are modulo 2**32, and so are these casts. Host values fit int32.
+        # Head indices wrap modulo 2**32, and so do these casts. Host values fit int32.
         return jnp.asarray(x, jnp.int32).astype(jnp.uint32)
 
     return DropoutState(

@@ -12,7 +12,7 @@ from jax_memeff._call.offsets import Index, Offsets
 from jax_memeff._call.operands.arrays import FunctionState
 
 ScoreFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array | float]
-"""From score, batch index, head, row and column, all of them scalars, to a score."""
+"""Maps the score, batch index, head, row and column, all scalars, to a new score."""
 
 
 def state(batch: int, heads: int, offsets: Offsets | None = None) -> FunctionState:

@@ -25,7 +25,7 @@ bound and the shift of the diagonal fit int32, in the kernels too.
 class Position(NamedTuple):
     """The global indices of local row 0 and column 0.
 
-    They are the same for all batch indices, or one for each.
+    They are either common to all batch indices or given for each.
     """
 
     query: jax.Array
@@ -67,7 +67,7 @@ class Offsets:
     key: Index = 0
 
     def position(self) -> Position:
-        """The row and column part, int32."""
+        """The row and column offsets, int32."""
 
         def index(value: Any) -> jax.Array:
             value = value if hasattr(value, "dtype") else np.asarray(value)

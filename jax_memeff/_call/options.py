@@ -10,7 +10,7 @@ from jax_memeff.codegen.functions.program import Program
 Implementation = Literal["cuda", "xla"]
 
 RANDOM_BLOCK = 16
-"""Random bits are drawn for blocks of scores of so many rows and columns."""
+"""Random bits are drawn for blocks of scores with this many rows and columns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Divisors:
     """
 
     operands: tuple[tuple[str, int], ...] = ()
-    """The divisors that are not 1, each with the name of its operand: ``mask.booleans.0``."""
+    """The divisors that are not 1, each with the name of its operand, as ``mask.booleans.0``."""
     gradients: tuple[tuple[str, int], ...] = ()
     """For operands whose first dim may be 1: the number of consecutive batch indices over which
     the gradient is summed. An operand that is not listed has one gradient if its first dim is 1,
@@ -76,10 +76,10 @@ class Options:
 
     @property
     def kept_scale(self) -> float:
-        """The factor of a probability that is kept."""
+        """The factor by which kept probabilities are scaled."""
         return 256 / (256 - self.dropout_threshold)
 
     @property
     def row_multiple(self) -> tuple[int, str]:
-        """The multiple at which the rows of each device begin, and the feature that needs it."""
+        """The multiple at which each device's rows must begin, and the feature that needs it."""
         return (RANDOM_BLOCK, "dropout") if self.dropout_threshold else (1, "")

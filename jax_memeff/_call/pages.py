@@ -66,7 +66,7 @@ class Pages:
         """
         page = jnp.take(self.table, columns // self.page_size, 1)
         is_valid = (page >= 0) & (page < pool_rows // self.page_size)
-        # The page is selected before the product, which could overflow.
+        # The page is selected before the multiplication, which could overflow.
         first = jnp.where(is_valid, page, 0) * self.page_size
         place = lax.rem(columns, jnp.int32(self.page_size))
         return jnp.where(is_valid, first + place[None, :], pool_rows)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 MOST_POSITIONS = 1 << 28
-"""The most rows and columns that the kernels support: ``kMaxLength`` of memeff/params.h."""
+"""The most rows or columns that the kernels support: ``kMaxLength`` of memeff/params.h."""
 
 
 @jax.tree_util.register_dataclass
@@ -31,9 +31,9 @@ class Sequences:
     key_lengths: jax.Array
     """int32[B], clamped to [0, S] likewise"""
     longest_query: int = dataclasses.field(metadata={"static": True})
-    """T: the most queries of a sequence."""
+    """T: the largest number of queries in a sequence."""
     longest_key: int = dataclasses.field(metadata={"static": True})
-    """S: the most keys of a sequence."""
+    """S: the largest number of keys in a sequence."""
 
     @property
     def clamped(self) -> Sequences:
@@ -91,13 +91,13 @@ def token_indices(starts: jax.Array, lengths: jax.Array, longest: int, tokens: i
 
 
 def sequence_of_tokens(starts: jax.Array, tokens: int) -> jax.Array:
-    """The sequence that each token is in, int32[tokens]; any for a token that is in none.
+    """The sequence that each token is in, int32[tokens]; arbitrary for a token in none.
 
     All pairs are compared: a binary search is a loop of XLA, which launches kernels in each step.
 
     Args:
         starts: int[B + 1], the first token of each sequence and the end of the last.
-        tokens: how many there are.
+        tokens: the number of tokens.
 
     >>> sequence_of_tokens(jnp.array([0, 2, 2, 5]), 6).tolist()
     [0, 0, 2, 2, 2, 2]

@@ -17,16 +17,16 @@ from jax_memeff._call.values import score_dtype
 def joined(
     out: jax.Array, lse: jax.Array, sinks: jax.Array, is_valid: jax.Array | bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp of rows with sinks, given those of the keys alone.
+    """Output and logsumexp of rows including their sinks, given those of the keys alone.
 
     Args:
         out: [..., Hv].
         lse: [...]; -inf in a row without keys.
-        sinks: broadcasts to ``lse``; -inf is no sink, exactly.
-        is_valid: likewise; rows beyond the lengths have no sink.
+        sinks: broadcasts to ``lse``; -inf is exactly no sink.
+        is_valid: broadcasts likewise; rows beyond the lengths have no sink.
     """
     is_valid &= sinks != -jnp.inf  # a sink of NaN must reach the results
-    # A row that has neither keys nor a sink would subtract infinities: NaN, in derivatives too.
+    # A row with neither keys nor a sink would subtract infinities, giving NaN, in derivatives too.
     lse_of_keys, sinks = (jnp.where(is_valid, x, 0) for x in (lse, sinks))
     share_of_keys = jnp.where(is_valid, jax.nn.sigmoid(lse_of_keys - sinks), 1)
     total = jnp.where(is_valid, jnp.logaddexp(lse_of_keys, sinks), lse)
@@ -62,7 +62,7 @@ def of_rows(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | boo
 
 
 def probabilities(operands: Any, options: Options, lse: jax.Array) -> jax.Array:
-    """exp(sink - lse), [B, T, N]: the part of each row that its sink takes; 1 if both are inf."""
+    """exp(sink - lse), [B, T, N]: the probability of each row's sink; 1 if both are inf."""
     sinks, _ = of_rows(operands, options)
     # Rows beyond the lengths have a logsumexp of -inf.
     is_empty = lse == -jnp.inf
@@ -85,7 +85,7 @@ def gradient(operands: Any, options: Options, lse: jax.Array, delta: jax.Array) 
     sinks, batch = operands.sinks, batch_of(operands)
     shape = divisors.gradient_shape("sinks", sinks.shape, operands, options.divisors)
     own = probabilities(operands, options, lse)
-    # Rows beyond the lengths are dropped, whatever delta has there.
+    # Rows beyond the lengths are dropped, whatever delta holds there.
     terms = jnp.where(own == 0, 0, -own * delta)
     if not is_varlen(operands) or shape[0] == 1:
         per_batch_index = jnp.sum(terms, 1)

@@ -1,4 +1,4 @@
-"""Checks of arrays and numbers that users pass. NumPy arrays stay on the host, to be checked there.
+"""Checks of arrays and numbers that users pass. NumPy arrays stay on the host for these checks.
 
 Every message names the argument, what was expected and what was passed.
 """
@@ -25,7 +25,7 @@ def array(name: str, value: Any) -> Any:
     """``value`` as a JAX array, or as a NumPy array if it is not on a device yet.
 
     Raises:
-        TypeError: it is not an array, is a masked array, or has a dtype that JAX does not have.
+        TypeError: it is not an array, is a masked array, or has a dtype that JAX lacks.
         ValueError: it is a list whose rows differ in length.
     """
     if isinstance(value, np.ma.MaskedArray):
@@ -43,7 +43,7 @@ def array(name: str, value: Any) -> Any:
         value = np.asarray(value)
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{name} must be an array, got {type(value).__name__}")
-    # NumPy counts differences of times among the integers.
+    # NumPy counts timedeltas among the integers.
     foreign = value.dtype.kind == "m" or value.dtype in (np.longdouble, np.clongdouble)
     if foreign or not (value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)):
         raise TypeError(
@@ -73,7 +73,7 @@ def _from_list(name: str, value: list[Any] | tuple[Any, ...]) -> np.ndarray:
 
 
 def score_dtype(dtype: Any) -> np.dtype:
-    """The dtype of the scores of floats: float64 for float64, else float32.
+    """The dtype of the scores for a float dtype: float64 for float64, else float32.
 
     ``jnp.promote_types`` raises for 16 bits if ``jax_numpy_dtype_promotion`` is ``"strict"``.
 
@@ -100,8 +100,8 @@ def integers(name: str, value: Any) -> Any:
 def clipped(value: Any, low: int, high: int) -> Any:
     """Integers clipped to [low, high], as int32. The range must fit int32.
 
-    Values are clipped before the cast, which would wrap. Bounds that a small or unsigned dtype does
-    not hold are clipped to that dtype first.
+    Values are clipped before the cast, which would wrap them around. Bounds that a small or
+    unsigned dtype cannot hold are clipped to that dtype first.
 
     >>> clipped(np.array([-3, 2**40]), 0, 9).tolist(), clipped(np.array([200], np.uint8), -1, 999)
     ([0, 9], array([200], dtype=int32))
@@ -147,7 +147,7 @@ def static_integer(name: str, value: Any, expected: str, instead: str) -> int:
     """A Python integer.
 
     Args:
-        expected: completes "must be".
+        expected: the words after "must be" in the message.
         instead: the remedy for a traced integer.
     """
     if isinstance(value, Tracer):
@@ -169,7 +169,7 @@ def size(
     most: int | None = INT32_MAX,
     instead: str = "make it static",
 ) -> int:
-    """A Python integer from ``least`` to ``most``; None is no bound.
+    """A Python integer from ``least`` to ``most``; None means no bound.
 
     Args:
         instead: the remedy for a traced integer.
@@ -229,7 +229,7 @@ def broadcasts_to_scores(name: str, value: Any, scores: tuple[int, int, int, int
 
 
 def of_one_device() -> str:
-    """An addition to messages about sizes that differ, inside ``jax.shard_map``."""
+    """A suffix for messages about mismatched sizes, if the call is inside ``jax.shard_map``."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if not axes:
         return ""

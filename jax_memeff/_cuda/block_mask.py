@@ -25,11 +25,11 @@ from jax_memeff._call.sequences import Sequences
 from jax_memeff.codegen.launch import BlockMask
 
 _LINE_BYTES = 8
-"""Alignment of a row of blocks, which has two int32 and then one byte for each tile."""
+"""Alignment in bytes of a row of blocks, which holds two int32 and then one byte for each tile."""
 
 _MOST_TILES_OF_SEQUENCES = 2**24
-"""Each packed sequence has as many tiles as the longest sequence that the call allows. With more
-tiles than this, every tile is SOME, and kernels test every element."""
+"""Each packed sequence gets as many tiles as the longest sequence that the call allows. With more
+tiles than this in total, every tile is SOME, and kernels test every element."""
 
 
 def lines(
@@ -181,7 +181,7 @@ def _reached(sequences: Sequences, tiling: Tiling) -> jax.Array:
 
 
 def _of_whole_tiles(levels: jax.Array, parts: int) -> jax.Array:
-    """One byte for ``parts`` neighbouring tiles of rows, which has two bits for each of them."""
+    """One byte for ``parts`` neighbouring tiles along the rows, with two bits for each of them."""
     B, N, rows, columns = levels.shape
     padded = jnp.pad(levels, ((0, 0), (0, 0), (0, -rows % parts), (0, 0)))
     shifts = jnp.arange(0, 2 * parts, 2, dtype=jnp.uint8).reshape(1, 1, 1, parts, 1)
@@ -195,7 +195,7 @@ def _with_ranges(valid: jax.Array) -> jax.Array:
     begin = jnp.where(valid > 0, index, count).min(3)
     end = jnp.where(valid > 0, index + 1, 0).max(3)
     ranges = lax.bitcast_convert_type(jnp.stack([begin, end], 3), jnp.uint8)
-    # At least one more byte, because kernels read one after the last tile.
+    # At least one more byte, because kernels read one byte past the last tile.
     padding = (count // _LINE_BYTES + 1) * _LINE_BYTES - count
     tiles = jnp.pad(valid, ((0, 0),) * 3 + ((0, padding),))
     return jnp.concatenate([ranges.reshape(*valid.shape[:3], _LINE_BYTES), tiles], 3)

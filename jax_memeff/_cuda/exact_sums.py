@@ -1,8 +1,8 @@
-"""Gradients of captured arrays in deterministic backwards: sums that do not depend on the order.
+"""Gradients of captured arrays in deterministic backwards: sums independent of the order.
 
 Kernels add in fixed point, in two 64-bit integers per element, with units ``1 / scale`` and
 ``2**EXACT_BITS / scale`` (``ffi/include/memeff/score/captured/additions.cuh``). The scale follows
-from an upper bound of the gradient of a score: such gradients keep 56 bits, and derivatives of the
+from an upper bound on the gradient of a score: such gradients keep 56 bits, and derivatives of the
 function may be up to 2**23. Larger terms, and terms that are not finite, make the sum NaN.
 """
 
@@ -39,8 +39,7 @@ def scale(*leaves: jax.Array, tree: Any, options: Options) -> jax.Array:
     """A power of two, float32[1], from the arguments of ``attention_bwd``.
 
     The gradient of a score is ``p (dP - delta)`` with ``p <= 1``, ``|dP| <= |dO| |v|`` and
-    ``|delta| <= |dO| |O| + |dlse|``. Rows without keys, and
-    rows that are not finite, are left out.
+    ``|delta| <= |dO| |O| + |dlse|``. Rows without keys, and rows that are not finite, are left out.
     """
     operands, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
     if isinstance(operands, QkvPackedOperands):
@@ -93,9 +92,9 @@ def rounded(sums: jax.Array, scale: jax.Array, shape: Sequence[int], dtype: Any)
 
 
 def _root_mean_squares(array: jax.Array) -> jax.Array:
-    """Norms of rows over the root of their length, or bounds of that; finite if all elements are.
+    """The root mean square of each row, or a bound on it; finite if all elements are.
 
-    Squares overflow and underflow in float32. The largest element is the bound of such rows, and
+    Squares can overflow and underflow in float32. Such rows use their largest element as the bound;
     both reductions read the array once.
     """
     array = array.astype(jnp.float32)

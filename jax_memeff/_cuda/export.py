@@ -37,7 +37,7 @@ def register_targets() -> None:
     """Register our custom calls with XLA, in a process that runs a program it did not lower.
 
     Lowering a call for CUDA registers them too, so only a process that deserializes a program needs
-    this, before it runs the program. Repeated calls are harmless. Needs no GPU and no compiler.
+    this, before it runs the program. Repeated calls are harmless. No GPU or compiler is needed.
 
     >>> import jax_memeff
     >>> jax_memeff.register_targets()

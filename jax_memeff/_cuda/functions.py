@@ -18,11 +18,11 @@ from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.program import CapturedType, Program
 
 _WIDENED = {"int8": "int32", "int16": "int32", "uint16": "uint32"}
-"""Dtypes of captured arrays that the host library does not know, and what XLA converts them to."""
+"""Dtypes of captured arrays unknown to the host library, and what XLA converts them to."""
 
 
 def programs(operands: Any, options: Options) -> AskedFunctions:
-    """The programs of a call as kernels have them, with the values of literals.
+    """The programs of a call in the form that kernels use, with the values of literals.
 
     ``operands`` are separate, and may be types.
     """
@@ -72,7 +72,7 @@ def in_kernel_types(program: Program) -> Program:
 
 
 def literals(operands: Any, options: Options) -> np.ndarray:
-    """The bits of all literals, int32; at least one, because an array has elements."""
+    """The bits of all literals, int32; at least one word, because the array must not be empty."""
     words = [word for x in programs(operands, options).programs.values() for word in _words(x)]
     return np.array(words or [0], np.uint32).view(np.int32)
 
@@ -91,7 +91,7 @@ def _words(program: Program) -> Iterator[int]:
 def captured_gradients(
     *leaves: jax.Array, tree: Any, options: Options, needs_grad: NeedsGrad
 ) -> list[jax.Array]:
-    """The gradients of captured arrays by XLA, for the arguments of ``attention_bwd``."""
+    """The gradients of captured arrays as XLA computes them, from ``attention_bwd``'s arguments."""
     operands, *results = jax.tree.unflatten(tree, leaves)
     if isinstance(operands, QkvPackedOperands):
         operands = operands.separate()

@@ -40,7 +40,7 @@ def _lower_forward(
     options: Options,
     filled: Sequence[Any] = (),
 ):
-    """One call of kernels, into ``filled``, which holds the results of tokens of no sequence."""
+    """One call, written into ``filled``, which has the results of tokens outside all sequences."""
     avals = buffers.separate(types)
     specs = selection.of_types(avals, options, needs_grad=None)
     inputs = buffers.of_operands(ctx, types, operands, options)
@@ -148,7 +148,7 @@ def _lower_kernels(
         **attributes.of_scores(avals, options),
     )[: len(gradients)]
 
-    # XLA computes the gradient of the sinks from the delta that the kernels leave.
+    # XLA computes the gradient of the sinks from the delta that the kernels write.
     avals_in, arrays_tree = jax.tree.flatten((types, residual_avals[1], residual_avals[1]))
 
     def sinks_gradient(*arrays: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """Ragged batches of prompts and decode steps in pages: two calls with different kernels.
 
 A prompt fills large tiles of queries, which keep the tensor cores busy. A decode step has one query
-and long keys, and the split forward divides them over the device. Each call computes some of the
-sequences, and writes their results in place: it leaves the tokens of the others alone.
+and long keys, and the split forward divides the keys over the device. Each call computes some of
+the sequences, and writes their results in place: it leaves the tokens of the others alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax_memeff.codegen.strategy import FEW_ROWS
 def few_queries(avals: Operands) -> int:
     """The most queries of a sequence in the first of two calls; 0 if one call is enough.
 
-    Masks with a row for each query, and batch-invariant results, need a single call.
+    Masks with a row for each query, and batch-invariant results, require a single call.
     """
     if avals.pages is None or avals.pages.is_invariant:
         return 0
@@ -30,7 +30,7 @@ def few_queries(avals: Operands) -> int:
         return 0
     batch, heads, longest, _ = avals.scores
     few = max(1, FEW_ROWS // max(1, heads // max(1, avals.key.shape[2])))
-    # At least half of the rows of a rectangle would be empty: the numbers of queries differ.
+    # The numbers of queries differ so much that a padded batch would be at least half empty.
     is_mixed = 2 * avals.query.shape[1] <= batch * longest
     return few if is_mixed and longest > few else 0
 
@@ -45,7 +45,7 @@ def types_of_parts(types: Operands, few: int) -> tuple[Operands, Operands]:
 def operands_of_part(
     ctx: mlir.LoweringRuleContext, types: Operands, operands: Operands, few: int, is_short: bool
 ) -> Operands:
-    """The operands of one of the calls, in which sequences of the other have no queries."""
+    """The operands of one of the calls, in which the other's sequences have no queries."""
     assert types.sequences is not None and operands.sequences is not None
 
     def own(lengths: jax.Array) -> jax.Array:

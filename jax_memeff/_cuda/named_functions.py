@@ -34,8 +34,8 @@ def asked(
     """The structures of the functions.
 
     Args:
-        score, mask: ``"MODULE:NAME"``. The module is imported, also from the current
-            directory. A function reads the arrays in its scope.
+        score, mask: ``"MODULE:NAME"``. The module may be in the current directory. The function
+            reads the arrays in its scope.
         soft_cap: whether scores are capped before the function.
         gradients: whether the gradients of all float arrays that the score function reads are
             needed.

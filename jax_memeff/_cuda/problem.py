@@ -31,10 +31,10 @@ class Call:
     """
 
     operands: Operands
-    """Their types."""
+    """The types of the operands."""
     options: Options
     needs_grad: NeedsGrad | None
-    """None in a forward; in a call for tangents the operands that have one."""
+    """None in a forward; in a call for tangents, the operands that have a tangent."""
     is_tangent: bool = False
 
     @property
@@ -57,7 +57,7 @@ class Call:
 
     @property
     def windows(self) -> tuple[Window | None, Window | None]:
-        """The bounds of the columns that a row sees. Alignments do not matter to a kernel."""
+        """The bounds of the columns that a row attends to. Kernels do not depend on alignments."""
         return self.operands.mask.top_left, self.operands.mask.bottom_right
 
     @property
@@ -78,7 +78,7 @@ class Call:
 
     @property
     def bias_layout(self) -> BiasLayout:
-        """How the bias is broadcast, as far as kernels differ in it.
+        """How the bias is broadcast, as far as it matters to kernels.
 
         The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
         """

@@ -32,7 +32,7 @@ def of_types(
     archs: Sequence[str] = (),
     is_tangent: bool = False,
 ) -> dict[str, KernelSpec]:
-    """The kernel for each architecture, by default those that the program may run on."""
+    """The kernel for each architecture, by default for those that the program may run on."""
     require_static(
         {
             "query": avals.query.shape,
@@ -74,7 +74,7 @@ def of_call(
 def digest(
     avals: Sequence[Any], *, tree: Any, options: Options, needs_grad: NeedsGrad | None = None
 ) -> bytes:
-    """A digest that changes with the kernels of a call: their specs, sources and compiler.
+    """A digest that changes with the kernels of a call: with their specs, sources and compiler.
 
     Raises:
         UnsupportedError, CompileError: as the lowering would.

@@ -1,7 +1,7 @@
 """Windows whose bounds are data, as a part of the mask function of a kernel.
 
-A bound is a captured array without any dims of the user's, so a kernel reads one number for each
-batch index. A bottom-right window reads lengths in the same way, or has T and S as literals.
+A bound is a captured array without dims of the user's own, so a kernel reads one number per batch
+index. A bottom-right window reads lengths in the same way, or has T and S as literals.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def buffer_names(mask: Mask) -> dict[str, str]:
 
 
 class _Builder:
-    """Values of a program, equal ones once; arrays and literals follow those of ``base``."""
+    """Deduplicates the values of a program; its arrays and literals follow those of ``base``."""
 
     def __init__(self, base: Program):
         self.values = dict(zip(base.values, range(len(base.values)), strict=True))
@@ -39,7 +39,7 @@ class _Builder:
         return self.values.setdefault(value, len(self.values))
 
     def read(self, name: str) -> int:
-        """The number of the batch index in an array [B]."""
+        """The value that reads the batch index's entry of an array [B]."""
         if name not in self.names:
             self.names.append(name)
             self.arrays.append(CapturedType("int32", 0))
@@ -58,12 +58,12 @@ _ALWAYS = Program((Value("constant", "bool", (), (("value", True),)),), (0,), ()
 def conjunction(
     base: Program | None, mask: Mask, scores: tuple[int, int, int, int], is_varlen: bool
 ) -> tuple[Program | None, tuple[str, ...]]:
-    """``base`` and the traced windows of a mask; and the buffers of the arrays after those of
-    ``base``.
+    """The conjunction of ``base`` and the traced windows of a mask, and the buffers of the arrays
+    that it adds to those of ``base``.
 
     Args:
-        base: the mask's function, with the values of its literals; None is true.
-        mask: of the call.
+        base: the mask's function, with the values of its literals; None means true.
+        mask: that of the call.
         scores: (B, N, T, S).
         is_varlen: whether sequences are packed; they have lengths.
     """

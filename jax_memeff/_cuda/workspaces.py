@@ -1,4 +1,4 @@
-"""The sizes of a call and its workspaces, which are fixed before the device is known.
+"""The sizes of a call, and its workspaces, which are fixed before the device is known.
 
 Each workspace is large enough for the kernels of every architecture of the program.
 """

@@ -1,1 +1,1 @@
-"""Users' functions of scores and masks: from a JAX function to a program, and its values in JAX."""
+"""Users' functions of scores and masks: from a JAX function to a program, and its evaluation."""

@@ -1,7 +1,7 @@
 """Primitives of lax that move or combine the elements of small arrays.
 
-``MOVES`` work on arrays of any content: numbers, or indices of values in the graph. Other rules
-write out sums, products and choices of elements.
+``MOVES`` work on arrays of anything: numbers, or indices of values in the graph. Other rules write
+out sums, products and selections of elements.
 """
 
 from __future__ import annotations

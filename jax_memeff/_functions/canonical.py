@@ -21,13 +21,13 @@ def canonical(
     """A program of the values that results need, in the order in which results need them.
 
     Args:
-        arrays, shapes: those of the captured arrays that reads name by index.
-        literals: the values of ``literal`` values, if there are some already.
-        also: values to keep beside those that results need.
+        arrays, shapes: those of the captured arrays, to which reads refer by index.
+        literals: the numbers of ``literal`` values, if there are any already.
+        also: values to keep besides those that results need.
         keep_custom: whether ``custom`` values stay; otherwise their first argument replaces them.
 
     Returns:
-        The program, and which of ``arrays`` it has, in its order.
+        The program, and the indices in ``arrays`` of the arrays that it reads, in its order.
     """
     order = needed(values, (results[0], *also, *results), keep_custom)
     used = dict.fromkeys(
@@ -96,7 +96,7 @@ def needed(values: Sequence[Value], results: Sequence[int], keep_custom: bool = 
 
 
 def graph_of(program: Program) -> tuple[Graph, list[int]]:
-    """A graph of a program's values without ``custom`` ones, and the place of each value in it."""
+    """A graph of a program's values without ``custom`` ones, and the index of each value in it."""
     graph, place = Graph(), list[int]()
     for value in program.values:
         if value.op == "custom":

@@ -25,15 +25,15 @@ _ARGUMENTS = (*INPUTS, "literal", "size", "read")
 def with_derivatives(
     function: Program, calls: Sequence[CustomCall]
 ) -> tuple[Program, tuple[int, ...]]:
-    """The program with its derivatives after its result, and its arrays by their old indices.
+    """The program with its derivatives after its result, and the old indices of its arrays.
 
     Args:
-        function: one result; it may have ``custom`` values.
-        calls: the calls that ``custom`` values name.
+        function: a program with one result; it may have ``custom`` values.
+        calls: the calls to which ``custom`` values refer.
     """
     if calls:
         return _with_derivatives(function, function.literals, calls)
-    # Literals are arguments of the derivative: their numbers here say where each one is.
+    # Literals are arguments of the derivative: here the number of each one is its index.
     program, used = _of_structure(function.structure, len(function.literals))
     literals = tuple(function.literals[int(i)] for i in program.literals)
     return program._replace(literals=literals), used
@@ -76,7 +76,7 @@ def _with_derivatives(
     by_score, *by_reads = (
         int(interpreter.scalars(x).elements[()]) for x in interpreter.run(jaxpr, scalars)
     )
-    # Two reads may have become one where a derivative rule was left out.
+    # Two reads may have been merged where a derivative rule was left out.
     sums: dict[int, int] = {}
     for read, derivative in zip((place[index] for index in reads), by_reads, strict=True):
         known = sums.get(read)
@@ -126,7 +126,7 @@ class _Evaluation:
 
 
 def _called(call: CustomCall, elements: Sequence[Any]) -> list[Any]:
-    """The results of a call from the elements of its operands, in the dtypes of the user."""
+    """The results of a call from the elements of its operands, in the user's dtypes."""
     left, inputs = list(elements), []
     for operand in call.inputs:
         if isinstance(operand, Scalars):

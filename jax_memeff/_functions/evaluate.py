@@ -30,9 +30,9 @@ def evaluate(
 ) -> jax.Array:
     """The function at each score.
 
-    Derivatives by the score and the arrays, of any order and in both modes, are those that kernels
-    compute: the results of the program, not the derivatives of its operations. Gradients of 16-bit
-    arrays are summed in float32 and rounded once.
+    Derivatives with respect to the score and the arrays, of any order and in both modes, are those
+    that kernels compute: the results of the program, not the derivatives of its operations.
+    Gradients of 16-bit arrays are summed in float32 and rounded once.
 
     Args:
         score: floats of any shape; None for a mask function.
@@ -42,7 +42,7 @@ def evaluate(
             function they may be NaN, even if the cotangent is 0.
 
     Returns:
-        The program's score dtype or bool, of the shape to which all arguments broadcast.
+        The program's score dtype or bool, with the shape to which all arguments broadcast.
 
     >>> from jax_memeff._functions.trace import traced_score_function
     >>> slopes = jnp.array([1.0, 2.0])
@@ -57,13 +57,13 @@ def evaluate(
         (value,) = given.results(program.results)
         return jnp.broadcast_to(value, given.shape)
 
-    # The rule refers to the function, so both live until Python looks for cycles. JAX would report
-    # tracers in them as leaked.
+    # The rule refers to the function, so both live until Python's cycle collector runs. JAX would
+    # report tracers held by them as leaked.
     form = given.without_values()
 
     @jax.custom_jvp
     def function(floats: list[Any], others: dict[int, Any], valid: Any) -> jax.Array:
-        del valid  # an argument because the rule may be traced after this call has ended
+        del valid  # passed because the rule may be traced after this call has returned
         (value,) = form.replaced(floats, others).results(program.results[:1])
         return jnp.broadcast_to(value, form.shape)
 
@@ -80,7 +80,7 @@ def evaluate(
         value = function(floats, others, valid)
         total = jnp.zeros_like(value)
         for slope, (_, tangent) in zip(slopes, moving, strict=True):
-            # Reads of 64 bits may be wider than the score.
+            # Reads of 64-bit arrays may be wider than the score.
             term = jnp.broadcast_to(slope * tangent, form.shape)
             total = total + term.astype(value.dtype)
         return value, total
@@ -98,7 +98,7 @@ def derivatives(
     key: ArrayLike,
     arrays: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """The derivatives at each score, with respect to it and to each of ``program.float_reads``.
+    """The derivatives at each score, with respect to the score and each of ``program.float_reads``.
 
     Arguments and shapes are those of :func:`evaluate`.
     """
@@ -109,7 +109,7 @@ def derivatives(
 
 
 class _Given:
-    """The values of a program that its arguments give: inputs, sizes, and reads."""
+    """The values of a program that its arguments determine: inputs, sizes, and reads."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Given:
         if score is not None:
             named["score"] = jnp.asarray(score, program.values[program.results[0]].dtype)
             self._score = named["score"]
-        # Sizes may be symbolic, in a program that is exported.
+        # Sizes may be symbolic in an exported program.
         self.shape = jnp.broadcast_shapes(*(x.shape for x in named.values()))
         self._program = program
         self._known: dict[int, Any] = {}
@@ -157,7 +157,7 @@ class _Given:
         return [known[index] for index in wanted]
 
     def parts(self) -> tuple[list[Any], dict[int, Any]]:
-        """The score and the float reads, and all else that is given."""
+        """The score and the float reads, and everything else that is given."""
         floats = self._program.float_reads
         others = {i: x for i, x in self._known.items() if i not in (*floats, *self._scores())}
         return [self._score, *(self._known[index] for index in floats)], others
@@ -190,7 +190,7 @@ def _read(value: Value, indices: Sequence[Any], arrays: Sequence[jax.Array]) -> 
         array = array.astype(value.dtype)  # before the gather, which sums gradients in this type
     if not indices:
         return array.astype(value.dtype)
-    # All of one shape: jnp would take a row for each scalar index.
+    # All indices get one shape: jnp would take a whole row for a scalar index.
     indices = jnp.broadcast_arrays(*indices)
     options: dict[str, Any] = {"mode": "clip", "wrap_negative_indices": False}
     if value.param("mode") == "fill":

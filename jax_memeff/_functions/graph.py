@@ -1,4 +1,4 @@
-"""The graph of scalars that tracing builds: equal values once, and trivial operations left out.
+"""The graph of scalars that tracing builds: it merges equal values and drops trivial operations.
 
 Its values are those of a program with two more operations:
 
@@ -41,11 +41,11 @@ _FOLDED: dict[str, Any] = {
     "sub": np.subtract,
     "xor": np.bitwise_xor,
 }
-"""Operations whose results in NumPy are those of XLA, to the bit."""
+"""Operations whose results in NumPy are bit for bit those of XLA."""
 
 
 def fold(op: str, args: list[np.ndarray]) -> np.ndarray | None:
-    """The result of an operation on numbers; None if NumPy may round it in another way."""
+    """The result of an operation on numbers; None if NumPy may round it differently."""
     with np.errstate(all="ignore"):
         if op == "select_n" and len(args) == 3 and args[0].dtype == np.bool_:
             return np.where(args[0], args[2], args[1])
@@ -61,7 +61,7 @@ class Graph:
         self.values: list[Value] = []
         self.arrays: list[jax.Array] = []
         self.float_reads_asked = 0
-        """How often a float of an array was asked for, whether or not it was there already."""
+        """How often a read of a float was requested, whether or not it existed already."""
         self._index: dict[Value, int] = {}
         self._dependence: list[frozenset[str]] = []
 
@@ -75,7 +75,7 @@ class Graph:
     def add(
         self, op: str, dtype: ScalarType, args: tuple[int, ...] = (), params: dict | None = None
     ) -> int:
-        """The index of a value that is new, equal to an earlier one, or simpler than asked for."""
+        """The index of the requested value: new, or an equal one that is earlier or simpler."""
         self.float_reads_asked += op == "read" and dtype.startswith("float")
         value = Value(op, dtype, args, tuple(sorted((params or {}).items())))
         key = value._replace(args=tuple(sorted(args))) if op in _COMMUTATIVE else value
@@ -94,7 +94,7 @@ class Graph:
     def number(self, number: Any, dtype: ScalarType, structural: bool = False) -> int:
         """A number. Kernels take it as a run-time parameter unless it is ``structural``.
 
-        0, 1, -1, booleans, infinities and NaN always are.
+        0, 1, -1, booleans, infinities and NaN are always structural.
         """
         value = np.asarray(number).astype(dtype).item()
         if value != value:
@@ -175,7 +175,7 @@ class Graph:
             self.values[arg].args[0] if n else arg
             for n, arg in zip(negated, value.args, strict=True)
         ]
-        if negated[1] and op in ("add", "sub"):  # exact, but for the sign of a zero
+        if negated[1] and op in ("add", "sub"):  # exact, except for the sign of a zero
             if negated[0] and op == "add":
                 return self.add("neg", dtype, (self.add("add", dtype, tuple(inner)),))
             return self.add("sub" if op == "add" else "add", dtype, (left, inner[1]))
@@ -185,7 +185,7 @@ class Graph:
             return left
         if dtype == "bool" and (found := self._simpler_predicate(op, left, right)) is not None:
             return found
-        # Operations that commute have their number on either side.
+        # Commutative operations may have their number on either side.
         sides = [(left, numbers[1])] + ([(right, numbers[0])] if op in _COMMUTATIVE else [])
         for other, number in sides:
             if number is None or self.dtype(other) != dtype:
@@ -223,7 +223,7 @@ class Graph:
         return None
 
     def _rounds_down(self, signs: int, remains: int) -> bool:
-        """Whether two predicates say that ``x // n`` is below ``x / n`` truncated, with x, n >= 0.
+        """Whether two predicates test if ``x // n`` is below ``x / n`` truncated, with x, n >= 0.
 
         ``jnp.floor_divide`` computes ``sign(x) != sign(n)`` and ``rem(x, n) != 0``.
         """

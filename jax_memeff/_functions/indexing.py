@@ -1,4 +1,4 @@
-"""Index operations of lax: they narrow a view of a captured array, or choose from scalars.
+"""Index operations of lax: they narrow a view of a captured array, or select from scalars.
 
 Each rule returns None if the result is no longer a view; its elements are then read one by one.
 """
@@ -32,7 +32,7 @@ Indexed = View | Scalars
 
 
 def _index(graph: Graph, scalars: Scalars, position: tuple[int, ...] = ()) -> int:
-    """An index as int32; larger ones are limited to the range of int32."""
+    """An index as int32; larger ones are clamped to the range of int32."""
     value = int(scalars.elements[position])
     if "score" in graph.dependence(value):
         raise NotScalarError("an index depends on the score; it may depend on positions only")
@@ -139,9 +139,9 @@ def _gather(graph: Graph, params: Params, operand: Indexed, indices: Scalars) ->
 
 
 def _mode(params: Params, dtype: np.dtype) -> tuple[str, Any]:
-    """The treatment of indices out of range in a gather, and the number that it fills in.
+    """How a gather treats indices out of range, and the number that it fills in.
 
-    Kernels evaluate elements that a mask hides, too, so promises about indices are not relied on.
+    Kernels also evaluate masked elements, so promises about indices cannot be relied on.
     """
     mode = GatherScatterMode.from_any(params["mode"])
     if mode in (GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS):

@@ -2,7 +2,7 @@
 
 A variable of the jaxpr is one of:
 
-- a NumPy array: a number that the function's source determines.
+- a NumPy array: numbers that the function's source determines.
 - a JAX array, or a tracer of a transformation around the call: it depends on no argument of the
   function, so equations of such arrays alone are evaluated by JAX, outside of the program.
 - :class:`View`: a part of a JAX array at indices that depend on the arguments.
@@ -58,8 +58,8 @@ class Interpreter:
     """Replays jaxprs into a graph.
 
     Args:
-        custom_rules: whether calls with derivative rules of their own are noted. If not, they are
-            replaced by their equations.
+        custom_rules: whether calls with derivative rules of their own are recorded. If not, they
+            are replaced by their equations.
         structural: whether all numbers belong to the structure, as those of derivative rules do.
     """
 
@@ -75,7 +75,7 @@ class Interpreter:
     def line(self) -> str:
         """The line of the user's function that is being replayed."""
         lines = (source_info_util.summarize(e.source_info) for _, e in reversed(self._nested))
-        # Equations of functions of jnp have none if JAX had traced these before.
+        # Equations of jnp functions that JAX had already traced have no line.
         return next((line for line in lines if ":" in line), "in an unknown line")
 
     def run(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
@@ -118,7 +118,7 @@ class Interpreter:
         for equation in jaxpr.eqns:
             self._nested.append((jaxpr, equation))
             results = self._equation(equation, [value(atom) for atom in equation.invars])
-            self._nested.pop()  # not if it raises: ``line`` names what raised
+            self._nested.pop()  # not on an exception: ``line`` names the equation that raised it
             known.update(zip(equation.outvars, results, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
@@ -129,7 +129,7 @@ class Interpreter:
         if all(isinstance(x, np.ndarray) for x in inputs):
             if name in _CALLS or name in _CUSTOM:
                 return self._inlined(equation, inputs)
-            if inputs or name == "iota":  # the index of a device has no inputs either
+            if inputs or name == "iota":  # axis_index has no inputs either
                 return outside.numbers(self._nested[-1][0], equation, inputs)
         if not any(isinstance(x, (View, Scalars)) for x in inputs):
             return outside.evaluated(self._nested[-1][0], equation, inputs)
@@ -197,7 +197,7 @@ class Interpreter:
         return self._run(inner, (), inputs)
 
     def _unrolled(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
-        """The steps of a scan of a few steps, one after the other."""
+        """A scan with few steps, unrolled."""
         body, length = equation.params["jaxpr"], equation.params["length"]
         consts = equation.params["num_consts"]
         carried = equation.params["num_carry"]

@@ -28,8 +28,8 @@ SCALAR_TYPES: dict[str, ScalarType] = {
 }
 """The types in which programs compute with each dtype.
 
-float16 and bfloat16 are computed in float32: bfloat16 holds no odd number above 256, so positions
-would be wrong in it. Integers of 8 and 16 bits wrap around as they do in JAX.
+float16 and bfloat16 are computed in float32: bfloat16 represents no odd number above 256, so
+positions would be wrong in it. Integers of 8 and 16 bits wrap around as they do in JAX.
 """
 
 _OTHER_NAMES = {
@@ -46,7 +46,7 @@ def _function(op: str) -> Callable[..., jax.Array]:
 
 def apply(value: Value, args: list[Any]) -> jax.Array:
     """One operation of a program; its operands are broadcast against each other."""
-    # Sizes may be symbolic, in a program that is exported.
+    # Sizes may be symbolic in an exported program.
     shape = jax.numpy.broadcast_shapes(*(np.shape(arg) for arg in args))
     args = [arg if np.shape(arg) == shape else jax.numpy.broadcast_to(arg, shape) for arg in args]
     if value.op == "convert_element_type":

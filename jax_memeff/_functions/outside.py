@@ -1,7 +1,7 @@
 """Equations that depend on no argument of the function: JAX evaluates them, outside of the program.
 
-Numbers of the function's source stay numbers. NumPy computes them if it is exact, because each
-operation of JAX on a new shape is compiled.
+Numbers in the function's source stay numbers. NumPy computes with them where it is exact, because
+JAX compiles each operation on a new shape.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from jax_memeff._functions.array_rules import MOVES
 from jax_memeff._functions.graph import fold
 
 _MOST_NUMBERS = 4096
-"""Arrays above this size are arrays of JAX."""
+"""Constants larger than this are treated as JAX arrays."""
 
 
 def constant(const: Any) -> Any:
-    """A constant of a jaxpr: an array of JAX, or numbers."""
+    """A constant of a jaxpr: a JAX array, or numbers."""
     return const if isinstance(const, jax.Array) else np.asarray(const)
 
 
@@ -32,7 +32,7 @@ def literal(atom: Literal) -> np.ndarray:
 
 
 def aval(atom: Any) -> Any:
-    """The type of a variable or of a number of a jaxpr."""
+    """The type of a variable or a number in a jaxpr."""
     return atom.aval
 
 
@@ -52,18 +52,18 @@ def alone(jaxpr: Jaxpr, equation: JaxprEqn) -> Callable[..., list[Any]]:
 
 
 def evaluated(jaxpr: Jaxpr, equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """The results of an equation between arrays of JAX and numbers."""
+    """The results of an equation whose inputs are JAX arrays and numbers."""
     return alone(jaxpr, equation)(*map(_varying, inputs, equation.invars))
 
 
 def _varying(x: Any, atom: Any) -> Any:
-    """A number that varies over the axes of ``jax.shard_map`` over which its variable varies."""
+    """A number, made to vary over the ``jax.shard_map`` axes over which its variable varies."""
     axes = aval(atom).manual_axis_type.varying if isinstance(x, np.ndarray) else ()
     return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def numbers(jaxpr: Jaxpr, equation: JaxprEqn, inputs: list[np.ndarray]) -> list[Any]:
-    """The results of an equation between numbers."""
+    """The results of an equation whose inputs are all numbers."""
     name, avals = equation.primitive.name, list(map(aval, equation.outvars))
     result = None
     if name == "convert_element_type":

@@ -17,8 +17,8 @@ from jax_memeff.codegen.functions.program import ScalarType
 STRUCTURAL_OPERAND: dict[str, int] = dict.fromkeys(
     ("div", "rem", "shift_left", "shift_right_arithmetic", "shift_right_logical"), 1
 )
-"""The operand whose number belongs to the structure: compilers make divisions by a constant quick,
-and shifts by one need no test of its range."""
+"""The operand whose number belongs to the structure: compilers make divisions by a constant fast,
+and shifts by a constant need no test of its range."""
 
 _OVERFLOWS = frozenset(
     {"abs", "add", "convert_element_type", "div", "integer_pow", "mul", "neg", "not"}
@@ -27,7 +27,7 @@ _OVERFLOWS = frozenset(
 
 
 def scalar_type(dtype: Any) -> ScalarType:
-    """The type in which a program computes with a dtype; :class:`NotScalarError` if none."""
+    """The type in which a program computes with a dtype; :class:`NotScalarError` without one."""
     name = getattr(dtype, "name", str(dtype))  # keys of jax.random have dtypes of their own
     if name not in SCALAR_TYPES:
         raise NotScalarError(
@@ -42,7 +42,7 @@ _TOTAL_ORDER = {"eq_to": "eq", "le_to": "le", "lt_to": "lt"}
 
 
 _COMPOSITE = ("log2", "one_minus_square", "polynomial")
-"""Primitives that JAX has had since 0.11 or 0.12, and their programs: :func:`_composite`."""
+"""Primitives that JAX has had since 0.11 or 0.12, which :func:`_composite` expands."""
 
 
 def is_elementwise(name: str) -> bool:
@@ -94,7 +94,7 @@ def lower(
 
 
 def _in_total_order(graph: Graph, value: int) -> int:
-    """An integer that is ordered as a float is, with -0 below 0 and NaN above infinity."""
+    """An integer in the total order of a float, with -0 below 0 and NaN above infinity."""
     if not graph.dtype(value).startswith("float"):
         return value
     bits, dtype = (32, "int32") if graph.dtype(value) == "float32" else (64, "int64")
@@ -131,7 +131,7 @@ def _select(graph: Graph, dtype: ScalarType, args: tuple[int, ...]) -> int:
 
 
 def choice(graph: Graph, which: int, cases: Sequence[int]) -> int:
-    """One of several values by an integer, which is clamped to their number."""
+    """Select one of several values by an integer index, which is clamped to their number."""
     chosen = cases[0]
     for number, case in enumerate(cases[1:], 1):
         bound = graph.number(number, graph.dtype(which), structural=True)
@@ -141,7 +141,7 @@ def choice(graph: Graph, which: int, cases: Sequence[int]) -> int:
 
 
 def _bits_of_small(dtype: np.dtype) -> int:
-    """The number of bits of an integer that programs hold in more; 0 for other types."""
+    """The bits of an integer type that programs hold in a wider one; 0 for other types."""
     return dtype.itemsize * 8 if dtype.name in ("int8", "int16", "uint8", "uint16") else 0
 
 

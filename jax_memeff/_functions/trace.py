@@ -40,9 +40,9 @@ def traced_score_function(
         function: from a score and four int32 scalars to a float scalar. It is called once, with
             tracers. Arrays that it closes over may be tracers of transformations around the call.
         accumulator: the dtype of the score and of the result, ``float32`` or ``float64``.
-        scale: a factor of the score before the function; the program reads it as an array.
-        soft_cap: the cap of the score, after the scale and before the function. It is a literal,
-            so another cap has the same structure.
+        scale: multiplies the score before the function; the program reads it as an array.
+        soft_cap: the cap applied to the score after the scale and before the function. It is a
+            literal, so another cap has the same structure.
 
     Returns:
         The program and the arrays that it reads, in the order of ``Program.arrays``. These are the
@@ -72,7 +72,7 @@ def traced_score_function(
     try:
         program, used = with_derivatives(function_alone, tracer.calls)
         return program, tuple(arrays[index] for index in used)
-    except (NotScalarError, NotImplementedError) as error:  # the latter is JAX's
+    except (NotScalarError, NotImplementedError) as error:  # JAX raises the latter
         reason = (
             f"its derivative: {error}; close over jax.lax.stop_gradient of values that have none"
         )
@@ -80,9 +80,9 @@ def traced_score_function(
 
 
 def traced_mask_function(function: Callable[..., Any]) -> tuple[Program, tuple[jax.Array, ...]]:
-    """The program of ``function(batch, head, query, key)``, which gives a bool.
+    """The program of ``function(batch, head, query, key)``, which returns a bool.
 
-    Returns and raises what :func:`traced_score_function` does; the program has no derivatives.
+    Returns and raises the same as :func:`traced_score_function`, but without derivatives.
 
     >>> program, _ = traced_mask_function(lambda b, h, q, k: q - k < 8)
     >>> [value.op for value in program.values]
@@ -172,8 +172,8 @@ class _Tracer:
             )
         _check_arguments(function, len(types), f"{self._argument} must take ({names})")
 
-        # A function of its own for each call: JAX keeps jaxprs by function, with the tracers that
-        # they close over.
+        # A fresh function for each call: JAX caches jaxprs by function, with the tracers that they
+        # close over.
         def called(first: Any, *args: Any) -> Any:
             others, numbers = args[: len(types) - 1], args[len(types) - 1 :]
             try:
@@ -234,7 +234,7 @@ class _Tracer:
 def _check_arguments(function: Callable[..., Any], count: int, expected: str) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # builtins have none; a wrong call is Python's error then
+    except ValueError:  # builtins have no signature; Python then reports a wrong call
         return
     try:
         signature.bind(*range(count))

@@ -32,7 +32,7 @@ class Scalars:
 
     elements: np.ndarray
     dtype: np.dtype
-    """In JAX; the graph may compute in another type."""
+    """The dtype in JAX; the graph may compute in another type."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class Scalars:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A window into a captured array. Starts, extents and modes have an entry per dim of it."""
+    """A window into a captured array. Starts, extents and modes have one entry per array dim."""
 
     array: Any
     starts: tuple[int, ...]
@@ -151,7 +151,7 @@ def shifted(graph: Graph, start: int, offset: int) -> int:
 
 
 def clamped(graph: Graph, index: int, most: int) -> int:
-    """An index limited to 0 to ``most``."""
+    """An index clamped to [0, ``most``]."""
     number = graph.static(index)
     if number is not None:
         return graph.number(min(max(number, 0), most), "int32")
@@ -162,7 +162,7 @@ def clamped(graph: Graph, index: int, most: int) -> int:
 
 
 def in_range(graph: Graph, index: int, most: int) -> int:
-    """Whether an index is between 0 and ``most``."""
+    """Whether an index is in [0, ``most``]."""
     number = graph.static(index)
     if number is not None:
         return graph.number(0 <= number <= most, "bool")
@@ -184,7 +184,7 @@ def window(
     Args:
         starts: int32 values of the graph.
         mode: ``clip`` moves the part into the view; ``fill`` gives ``fill_value`` for all
-            elements if the part is not inside.
+            elements unless the part lies inside.
     """
     fields = {name: list(getattr(view, name)) for name in ("starts", "extents", "modes")}
     guards, filled = list(view.guards), view.fill_value
@@ -224,9 +224,9 @@ def _is_whole(view: View, axis: int) -> bool:
 
 
 def _fills(view: View, axis: int | None, size: int, filled: Any, fill_value: Any) -> bool:
-    """Whether a read of the array can fill elements outside of an axis of the view."""
+    """Whether a read of the array can itself fill elements outside of an axis of the view."""
     same = filled is None or _same(filled, fill_value)
-    # Reads fill in the dtype of the array, and a guard in that of the view.
+    # Reads fill in the dtype of the array, guards in that of the view.
     return (
         same
         and axis is not None
@@ -248,10 +248,10 @@ def _sum(graph: Graph, start: int, offset: int) -> int:
 
 
 def _counted_from_end(graph: Graph, array: Any, dim: int, index: int) -> int:
-    """The index with the length in ``jnp``'s ``where(i < 0, i + length, i)`` as a size.
+    """``jnp``'s ``where(i < 0, i + length, i)``, with the length as a size instead of a number.
 
-    A length is not a number of the function: it may equal others by chance, and changes with the
-    call without changing the structure.
+    The length is not one of the function's numbers: it may equal another by chance, and it changes
+    with the call without changing the structure.
     """
     select = graph.values[index]
     if select.op != "select_n":

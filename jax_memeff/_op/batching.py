@@ -6,14 +6,14 @@ The folded call has ``size * B`` batch indices. The dims of an operand in the ta
 - an operand with a divisor (key, value, bias, boolean mask) is not copied if it is not mapped:
   batch index b reads index ``(b // divisor) % indices`` of it
   (:class:`jax_memeff._call.options.Divisors`);
-- other operands of the batch are repeated. The query is, because the output is as large; lengths,
-  segment ids, mapped positions and the keys of random bits are, because they are small. Each
-  mapped call has bits of its own;
+- other operands with a batch are repeated: the query, because the output is as large anyway;
+  lengths, segment ids, mapped positions and the keys of random bits, because they are small. Each
+  mapped call has its own random bits;
 - tokens of packed sequences are appended to those of the previous mapped index;
 - a pool of pages is not copied if it is not mapped. If it is, the pages of each mapped index are
   appended to those of the previous one, and table entries are shifted accordingly.
 
-In these cases the call runs once per mapped index, by ``jax.lax.map``:
+In these cases the call runs once per mapped index, in a ``jax.lax.map``:
 
 - an operand without a batch is mapped: ``Offsets`` of heads;
 - a key, value, bias or mask whose batch comes from an outer vmap alone is mapped now;
@@ -45,7 +45,7 @@ from jax_memeff._call.sequences import MOST_POSITIONS
 
 
 class _UnfoldableError(Exception):
-    """No single call with the mapped axis in its batch computes this."""
+    """No single call with the mapped axis in its batch can compute this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Array:
         return self.array.ndim > self.mapped
 
     def everywhere(self, size: int) -> jax.Array:
-        """With the mapped axis, [size, ...]."""
+        """The array with the mapped axis, [size, ...]."""
         if self.mapped:
             return self.array
         return jnp.broadcast_to(self.array, (size, *self.array.shape))
@@ -99,7 +99,7 @@ class _Fold(NamedTuple):
         return self.repeated(x), divisor
 
     def table(self, x: _Array, pages: int) -> jax.Array:
-        """The tables of the folded calls, [size * B, ...], if each has its own ``pages`` pages.
+        """The tables of the folded calls, [size * B, ...], each with its own ``pages`` pages.
 
         Entries outside the pool of a call become -1, so that they do not hit another call's page.
         """
@@ -181,7 +181,7 @@ def _folded(
 
 
 def _has_tokens(name: str, operands: Any) -> bool:
-    """Whether the first two dims of an operand, and of its gradient, are one and tokens."""
+    """Whether the first two dims of an operand, and of its gradient, are [1, tokens]."""
     return differentiable(operands)[name].named_dims(is_varlen(operands))[0] == "one"
 
 

@@ -1,9 +1,9 @@
 """Differentiation rules of the primitives: forward mode, and derivatives of derivatives.
 
 - ``attention_fwd`` has the tangent ``attention_tangent``, linear in the operands' tangents;
-- the transpose of ``attention_tangent`` is ``attention_bwd``, and the other way round;
-- with respect to arguments in which they are not linear, both are differentiated through their form
-  in plain JAX (``_blockwise/derivatives.py``), any number of times.
+- the transpose of ``attention_tangent`` is ``attention_bwd``, and vice versa;
+- with respect to arguments in which they are not linear, both are differentiated through their
+  plain JAX form (``_blockwise/derivatives.py``), any number of times.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def named(results: tuple[jax.Array, ...], options: Options) -> tuple[jax.Array, 
     """Output and logsumexp with the names for policies of ``jax.checkpoint``.
 
     The backward needs both, so a name that the user chooses applies to both: a policy that saves it
-    saves all residuals. Row maxima are no residual and have no name.
+    saves all residuals. Row maxima are not a residual and have no name.
     """
     out, lse, *others = results
     chosen = options.residual_checkpoint_name
@@ -103,7 +103,7 @@ def cotangents(
 def _row_bias_gradient(
     operands: Any, options: Options, lse: jax.Array, rows: jax.Array
 ) -> jax.Array:
-    """Gradient of a bias [b, n, t, 1] that is one number per row of the scores.
+    """Gradient of a bias [b, n, t, 1], which has one number per row of the scores.
 
     ``ds = p * (dp - D)`` with ``D = rowsum(dout * out) - dlse`` sums over a row to dlse exactly,
     because ``sum(p * dp) = rowsum(dout * out)``, whether or not probabilities are dropped. Shifting
@@ -127,7 +127,7 @@ def _row_bias_gradient(
         )
         rows = rows[0].at[tokens].get(mode="fill", fill_value=0)
     per_row = jnp.swapaxes(rows, 1, 2)[..., None]
-    # Packed sequences have no more rows than there are tokens, but their bias may.
+    # Packed sequences have at most as many rows as there are tokens, but their bias may have more.
     rows_of_bias = 1 if shape[2] == 1 else per_row.shape[2]
     summed = divisors.summed(per_row, (*shape[:2], rows_of_bias, 1)).astype(bias.dtype)
     if rows_of_bias == shape[2]:

@@ -1,4 +1,4 @@
-"""The primitives of attention: types, batching, lowering per platform.
+"""The attention primitives: their types, batching and lowering for each platform.
 
 They take the flat leaves of a pytree, whose structure is the parameter ``tree``:
 
@@ -12,7 +12,7 @@ They take the flat leaves of a pytree, whose structure is the parameter ``tree``
 Gradients and tangents have the whole batch even if their operand has fewer batch indices. The
 gradient of a bias may be summed over batch indices (``Divisors.gradients``).
 
-All primitives also accept ``QkvPackedOperands``, with one gradient for query, key and value.
+All primitives also accept ``QkvPackedOperands``, with a single gradient for query, key and value.
 Differentiation rules are in ``derivatives.py``.
 """
 
@@ -56,8 +56,8 @@ attention_tangent_p.multiple_results = True
 def forward(operands: AnyOperands, options: Options) -> tuple[jax.Array, ...]:
     """Output [B, T, N, Hv] in the query's dtype and logsumexp [B, T, N] (f32; f64 for f64).
 
-    With ``options.row_maxima`` also the largest valid score of each row, before sinks and -inf if
-    there is none, as the logsumexp is.
+    With ``options.row_maxima`` also the largest valid score of each row, typed like the logsumexp;
+    it excludes sinks, and is -inf in rows without a valid score.
     """
     leaves, tree = jax.tree.flatten(operands)
     return tuple(attention_fwd_p.bind(*leaves, tree=tree, options=options))
@@ -164,7 +164,7 @@ def tangent_in_jax(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[
 
 
 def _cuda_forward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
-    # Imported here: it imports the code generator, which `import jax_memeff` must not.
+    # Imported here because it imports the code generator, which `import jax_memeff` must not.
     from jax_memeff._cuda import lowering
 
     return lowering.lower_forward(ctx, *operands, **params)

@@ -54,11 +54,11 @@ def forward_mode() -> AbstractContextManager[None]:
     """A context in which calls of attention have forward-mode derivatives.
 
     By default attention is a ``jax.custom_vjp``, which ``jax.jvp``, ``jax.jacfwd`` and
-    ``jax.linearize`` refuse. Calls that are traced in this context are not. Results, gradients,
+    ``jax.linearize`` reject. Calls that are traced in this context are not. Results, gradients,
     reverse mode and ``jax.checkpoint`` are the same as outside.
 
     On Hopper a kernel computes the tangents of 16-bit calls (docs/guide/transforms.md). Other
-    tangents are computed on the blockwise path, on every platform, at linear memory.
+    tangents are computed on the blockwise path, on every platform, with linear memory.
 
     >>> import jax, jax.numpy as jnp, jax_memeff
     >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))
@@ -81,8 +81,8 @@ def is_forward_mode() -> bool:
 def forward_mode_is_named() -> Iterator[None]:
     """Add the remedy to JAX's error for forward mode through a ``jax.custom_vjp``.
 
-    This covers calls outside of ``jax.jit``. Inside, JAX raises when it lowers the program, where
-    no context of ours is active.
+    This covers calls outside of ``jax.jit``. Inside it, JAX raises when it lowers the program, when
+    this context is no longer active.
     """
     try:
         yield

@@ -151,12 +151,12 @@ class _Call(NamedTuple):
 
     @property
     def dims(self) -> tuple[list[str], list[str]]:
-        """The dims of the primitive's operands and results, by name."""
+        """The names of the dims of the primitive's operands and results."""
         arrays, operands, batch = self.arrays, self.operands, self.batch
         divisors = self.params["options"].divisors
 
         def one(item: Item, named: str) -> str:
-            indices, *_ = (*item.array.shape, 1)  # a position has no dims
+            indices, *_ = (*item.array.shape, 1)  # a position may have no dims
             return batch.named(named, indices, divisors[item.name])
 
         own = mapped(one, operands, dims(operands))
@@ -228,7 +228,7 @@ class _Call(NamedTuple):
         group = heads // key_heads
         factors: dict[str, Any] = {"heads": "heads", "key_heads": "heads"}
         if not isinstance(self.operands, QkvPackedOperands):
-            # In one array of query, key and value, positions are rows and columns at once.
+            # In a single array of query, key and value, positions are both rows and columns.
             factors["rows"] = "rows"
         factors |= {name: name for name in self.batch.names}
         sizes: Any = {}
@@ -242,7 +242,7 @@ class _Call(NamedTuple):
                 factors["heads"] = CompoundFactor("heads", "group")
                 sizes["group"] = group
             else:
-                # No product of factors has these shards, so the compiler would gather results.
+                # No product of factors gives these shards, so the compiler would gather results.
                 del factors["key_heads"]
 
         def mapping(dims: str) -> ArrayMapping:
@@ -257,7 +257,7 @@ class _Call(NamedTuple):
         try:
             return self.program_of_device(mesh, [shape.sharding for shape in shapes])
         except Exception as error:
-            # The traceback would keep the frames of this call alive; a copy has none.
+            # A traceback would keep the frames of this call alive; the copy has none.
             _raised[str(error)] = copy.copy(error)
             raise
 
@@ -377,7 +377,7 @@ _raised: dict[str, Exception] = {}
 
 
 def _error_of_partition(error: Exception) -> Exception | None:
-    """The error of a partition whose text XLA put into an error of its own."""
+    """The error of :meth:`_Call.partition` whose text XLA put into an error of its own."""
     text = str(error)
     return next((_raised.pop(own) for own in list(_raised) if own in text), None)
 

@@ -1,7 +1,8 @@
 """The axes of a batch: those that ``jax.vmap`` added, and the call's own, as separate dims.
 
-As separate dims, the compiler may shard each of them. An operand that is broadcast over part of the
-batch has a contiguous run of the axes, and each device's part of it is broadcast in the same way.
+Because they are separate dims, the compiler may shard each of them. An operand that is broadcast
+over part of the batch has a contiguous run of the axes, and each device's part of the operand is
+broadcast in the same way.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class BatchAxes(NamedTuple):
         return batch_names(len(self.sizes))
 
     def run(self, indices: int, divisor: int) -> slice:
-        """The axes of an operand with so many batch indices and this divisor."""
+        """The axes of an operand with this many batch indices and this divisor."""
         if indices == math.prod(self.sizes):
             return slice(0, len(self.sizes))
         of_later = [math.prod(self.sizes[axis:]) for axis in range(len(self.sizes) + 1)]
         return slice(of_later.index(indices * divisor), of_later.index(divisor))
 
     def later(self, run: slice) -> int:
-        """The divisor of an operand that has this run of the axes."""
+        """The divisor of an operand whose axes are this run."""
         return math.prod(self.sizes[run.stop :])
 
     def of_device(self, layout: Layout, mesh: Mesh) -> BatchAxes:

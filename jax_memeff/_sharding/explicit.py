@@ -62,7 +62,7 @@ def _on_shards(
         mesh.shape,
     )
     specs = jax.tree.map(found.spec, dims(operands))
-    # A replicated bias, mask or key head is sliced locally; all others have this sharding already.
+    # Replicated biases, masks and key heads are sliced locally; the rest already has this sharding.
     operands = jax.tree.map(
         lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), operands, specs
     )

@@ -1,4 +1,4 @@
-"""The sharding of a call over the axes of a mesh: the names of dims, and those that may be sharded.
+"""The sharding of a call over the axes of a mesh: the names of dims, and which may be sharded.
 
 Each device computes a smaller problem of the same kind, and nothing is gathered:
 
@@ -9,7 +9,7 @@ Each device computes a smaller problem of the same kind, and nothing is gathered
 - The sequences of a paged call may be sharded if all have the same number of query rows. Every
   device has the whole pool.
 
-The type of the mesh axes decides what applies the sharding:
+The type of the mesh axes determines what applies the sharding:
 
 - Manual axes (inside ``jax.shard_map``): nothing, because the arrays are already local.
 - Explicit axes: the types have the shardings, and ``explicit.py`` enters ``jax.shard_map``.
@@ -53,7 +53,7 @@ _NOT_SHARDED = {
     "slots": ("dim of query, key and value", "every device needs all three of them"),
     "one": ("dim of size 1", "it cannot be divided"),
 }
-"""The titles in messages of dims that are never sharded, and the remedies."""
+"""The titles, in messages, of dims that are never sharded, and the remedies."""
 
 _EVEN = {"query_tokens": "even_tokens", "sequences": "even_sequences"}
 """The names of dims of sequences with the same number of rows each, which may be sharded."""
@@ -66,7 +66,7 @@ _SHARDED = {
     "even_tokens": "dim of the tokens",
     "even_sequences": "dim of the sequences",
 }
-"""The titles of the other dims; :func:`batch_names` names the axes of a batch."""
+"""The titles of the other dims; :func:`batch_names` gives the names of a batch's axes."""
 
 
 def batch_names(axes: int) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def _title(dim: str) -> str | None:
 
 
 class KeyHeadCopies(NamedTuple):
-    """The key heads that a device reads, of those that several devices have in common.
+    """The key heads that a device reads, out of those that several devices hold.
 
     Device i has the query heads ``i * heads`` to ``(i + 1) * heads``, and query head h reads key
     head ``h // group``.
@@ -119,7 +119,7 @@ class Layout(NamedTuple):
     sequences: Axes = ()
     """The mesh axes of the sequences of a paged call, and of their tokens."""
     key_head_copies: KeyHeadCopies | None = None
-    """For the remaining axes of ``heads``, if their devices have the same key heads."""
+    """Describes the remaining axes of ``heads``, if their devices have the same key heads."""
 
     def spec(self, dims: str) -> PartitionSpec:
         """The sharding of an operand, a result or a gradient."""
@@ -159,8 +159,8 @@ def named_dims(operand: Operand, shape: tuple[int, ...], operands: Any) -> str:
 def even_tokens(operands: Any) -> int | None:
     """The query rows of each sequence of a paged call if sequences may be sharded, else None.
 
-    They may be sharded if all have the same number of rows, and no operand is common to several
-    sequences, which ``jax.vmap`` can produce.
+    They may be sharded if all have the same number of rows, and no operand is shared by several
+    sequences, as can happen under ``jax.vmap``.
     """
     pages = pages_of(operands)
     if pages is None or pages.tokens_each is None:
@@ -215,9 +215,9 @@ def divides_groups(heads: int, key_heads: int, mesh_axes: Sequence[int]) -> bool
     """Whether the heads on a device are whole groups, or part of one, over any of the mesh axes.
 
     Args:
-        heads: of the query, K * G.
+        heads: the number of query heads, K * G.
         key_heads: K.
-        mesh_axes: their sizes.
+        mesh_axes: the sizes of the mesh axes.
 
     >>> divides_groups(12, 6, (2, 3)), divides_groups(12, 6, (4,))
     (True, False)

@@ -3,8 +3,8 @@
 The local arrays of a device are a smaller problem of the same kind, with three exceptions:
 
 - If the number of devices along the query heads does not divide the key heads, a device has more
-  key heads than it needs. It takes those that its query heads read, by its index in the mesh, and
-  pads their gradient with zeros for the others. If its query heads are not whole groups, it takes
+  key heads than it needs. It selects those that its query heads read, by its index in the mesh, and
+  pads their gradient with zeros for the others. If its query heads are not whole groups, it selects
   some key heads more than once.
 - If the rows of the query are sharded, windows, lengths and random bits need their positions in
   the whole sequence.
@@ -40,7 +40,7 @@ def check_rows(operands: Any, options: Options, devices: int) -> None:
     """Check that the rows of a call can be divided.
 
     Args:
-        operands: of all devices.
+        operands: those of all devices.
         devices: the number of devices among which the rows are divided.
 
     Raises:
@@ -64,7 +64,7 @@ def with_positions(operands: Any, layout: Layout, devices: int) -> Any:
     """A device's operands, with the positions of its rows in the whole sequence.
 
     Args:
-        operands: of one device.
+        operands: those of one device.
         layout: the sharding of the call.
         devices: the number of devices among which the rows are divided.
     """
@@ -124,7 +124,7 @@ def with_own_starts(operands: Any, layout: Layout) -> Any:
 
 
 def take_own_key_heads(x: jax.Array, layout: Layout) -> jax.Array:
-    """The key heads that a device reads, of the key heads ``[B, S, K, H]`` that it has."""
+    """The key heads that a device reads, out of the key heads ``[B, S, K, H]`` that it holds."""
     copies = layout.key_head_copies
     if copies is None:
         return x

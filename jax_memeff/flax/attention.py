@@ -72,7 +72,7 @@ def attention_fn(
       bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. Kept in its dtype when that
         is the query's or float32, else cast to float32 (float64 for a float64 query).
       mask: broadcasts to ``[batch..., N, T, S]``, any dtype; nonzero means attend. A row that may
-        attend to nothing gives 0. Flax gives the mean of the values. Or a
+        attend to nothing gives 0, where Flax gives the mean of the values. Or a
         :class:`jax_memeff.Mask`, whose batch index counts through all batch dimensions.
       broadcast_dropout: True drops the same elements of the ``[T, S]`` probabilities in every
         batch index and head, as Flax does. False draws bits for each separately.
@@ -81,8 +81,8 @@ def attention_fn(
       dropout_rate: realised as ``floor(256 * rate + 0.5) / 256``: 0.1 becomes 26/256 = 0.1016.
       deterministic: True turns dropout off.
       dtype: of the computation; None infers it from query, key and value.
-      precision: None, ``"highest"``, ``jax.lax.Precision.HIGH`` and so on. The higher one of a pair
-        is used. It affects float32 inputs only.
+      precision: None, ``"highest"``, ``jax.lax.Precision.HIGH`` and so on. Of a pair, the higher
+        one is used. It affects float32 inputs only.
       module: must be None: attention weights are never formed and cannot be sown.
       promote_dtype: casts the tuple (query, key, value) to one dtype, given ``dtype=``.
       is_causal: row ``t`` attends to columns ``s <= t``.
@@ -161,7 +161,7 @@ def attend(
     score_mod: ScoreFunction | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array:
-    """``attention_fn`` for arrays of one dtype, with ``conditions`` in addition to the mask.
+    """``attention_fn`` for arrays of a single dtype, with ``conditions`` in addition to the mask.
 
     The arrays in ``conditions`` have one batch dimension, the product of the batch dimensions.
     """
@@ -199,7 +199,7 @@ def attend(
 
 
 def _broadcast_dropout(state: DropoutState) -> DropoutState:
-    """The bits of batch index 0 and head 0 for every batch index and head."""
+    """Use the bits of batch index 0 and head 0 for every batch index and head."""
     return state._replace(
         batch_base=jnp.zeros_like(state.batch_base), head_index=jnp.zeros_like(state.head_index)
     )
@@ -211,11 +211,11 @@ def _flatten_batch(name: str, array: jax.Array) -> jax.Array:
     One flat dimension can be sharded over the axes of the outermost batch dimensions only.
 
     Raises:
-      ValueError: an explicit mesh axis shards a batch dimension that follows a whole one.
+      ValueError: an explicit mesh axis shards a batch dimension that follows an unsharded one.
     """
     spec, first_whole = jax.typeof(array).sharding.spec[:-3], None
     if not any(spec):
-        spec = ()  # sizes may be symbolic, and do not compare
+        spec = ()  # sizes may be symbolic, and cannot be compared
     for dim, axes in enumerate(spec):
         if axes is None and array.shape[dim] > 1:
             first_whole = dim if first_whole is None else first_whole

@@ -1,4 +1,4 @@
-"""The part between the projections, common to the modules of both APIs."""
+"""The computation between the projections, which the modules of both APIs share."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def attend_heads(
         value: ``[batch..., S, K, H]``.
         cache: None attends to ``key`` and ``value`` only.
         rotary_base: None for no rotary embedding.
-        positions: ``[batch..., T]`` of queries and keys; None counts from the start of the cache.
+        positions: ``[batch..., T]``, of queries and keys; None counts from the start of the cache.
         mask: as in the modules.
         segment_ids: as in the modules.
         is_causal: as in the modules; attention over a cache is always causal.
@@ -145,7 +145,7 @@ def _positions(
 
 
 def _append(cache: Cache, key: jax.Array, value: jax.Array) -> Cache:
-    """The cache with the new tokens. In a full cache they replace the last ones."""
+    """The cache with the new tokens appended. In a full cache they replace the last ones."""
     *batch_shape, longest, heads, head_dim = cache.cached_key.shape
     fits = key.shape[:-3] == tuple(batch_shape) and key.shape[-2:] == (heads, head_dim)
     if not fits or key.shape[-3] > longest:

@@ -45,7 +45,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         head that takes part in the softmax and has no value. None means no sinks, and no parameter.
       pool_shape: ``(pages, page_size)`` of the paged cache, which calls with ``pages`` read and
         write.
-      pool_dtype: the dtype of this cache, float8_e4m3fn included; None means that of the keys.
+      pool_dtype: the dtype of this cache, which may be float8_e4m3fn; None means that of the keys.
 
     ``decode=True`` keeps Flax's cache. ``init`` with inputs of the full length creates it. A call
     with the collection ``cache`` mutable appends its T new tokens, one or several, and attends
@@ -77,7 +77,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         score_mod: ScoreFunction | None = None,
         pages: Pages | None = None,
     ) -> jax.Array:
-        """Project, attend, project.
+        """Project the inputs, attend, and project the result.
 
         Args:
           inputs_q: ``[batch..., T, features]``.
@@ -85,7 +85,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
           inputs_v: ``[batch..., S, features]``; ``inputs_k`` by default.
           inputs_kv: ``inputs_k`` and ``inputs_v`` in one argument, which Flax deprecates.
           bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. It has a gradient.
-          mask: broadcasts to ``[batch..., N, T, S]``, nonzero attends; or a
+          mask: broadcasts to ``[batch..., N, T, S]``, nonzero means attend; or a
             :class:`jax_memeff.Mask`, whose arrays have all batch dimensions merged into one. During
             decoding S is the length of the cache, and a window counts from the positions of the
             tokens in it.
@@ -95,7 +95,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
           is_causal: row ``t`` attends to columns ``s <= t``; decoding is always causal.
           deterministic: True turns dropout off. Required here or as a field if the rate is not 0.
           dropout_rng: the dropout key; it takes precedence over the stream ``dropout``.
-          sow_weights: must be False: weights are never formed.
+          sow_weights: must be False, because attention weights are never formed.
           score_mod: a function of the score, batch index, head, row and column to the new score, as
             in :func:`jax_memeff.dot_product_attention`. During decoding the row is the position of
             the token in the cache.
@@ -289,4 +289,4 @@ def _deprecated(
 
 
 class MultiHeadDotProductAttention(MultiHeadAttention):
-    """:class:`MultiHeadAttention` under Flax's other name, after which submodules are named."""
+    """:class:`MultiHeadAttention` under Flax's other name, from which Flax names submodules."""

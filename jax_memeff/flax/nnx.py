@@ -54,12 +54,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         (:func:`jax_memeff.flax.rotary_embedding`); None means no rotary embedding.
       sinks_init: the initializer of the parameter ``sinks``, ``[num_heads]``: a learned logit per
         head that takes part in the softmax and has no value. None means no sinks, and no parameter.
-      rngs: for the initial parameters and for dropout.
+      rngs: the streams for the initial parameters and for dropout.
       settings: every other keyword of Flax's module except ``attention_fn``.
 
     Raises:
       TypeError: ``attention_fn`` is given.
-      ValueError: head counts that do not divide.
+      ValueError: head counts do not divide.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
         Args:
           pages: the number of pages.
-          page_size: the number of tokens of a page, a multiple of 16.
-          dtype: the dtype of keys and values, float8_e4m3fn included.
+          page_size: the number of tokens per page, a multiple of 16.
+          dtype: the dtype of keys and values, which may be float8_e4m3fn.
 
         Raises:
-          ValueError: a number is negative, or the page size is no multiple of 16.
-          TypeError: a number is not a Python integer, or pools do not have this dtype.
+          ValueError: a number is negative, or the page size is not a multiple of 16.
+          TypeError: a number is not a Python integer, or pools cannot have this dtype.
         """
         require_readable(pages, page_size, dtype)
         shape = (pages, page_size, self.num_kv_heads, self.head_dim)
@@ -138,14 +138,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         score_mod: ScoreFunction | None = None,
         pages: Pages | None = None,
     ) -> jax.Array:
-        """Project, attend, project.
+        """Project the inputs, attend, and project the result.
 
         Args:
           inputs_q: ``[batch..., T, in_features]``.
           inputs_k: ``[batch..., S, in_kv_features]``; ``inputs_q`` by default.
           inputs_v: ``[batch..., S, in_kv_features]``; ``inputs_k`` by default.
           bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. It has a gradient.
-          mask: broadcasts to ``[batch..., N, T, S]``, nonzero attends; or a
+          mask: broadcasts to ``[batch..., N, T, S]``, nonzero means attend; or a
             :class:`jax_memeff.Mask`, whose arrays have all batch dimensions merged into one.
           segment_ids: integers ``[batch..., T]`` of sequences packed into one row, or the pair (of
             queries, of keys). Tokens with equal ids attend to each other, tokens with negative ids
@@ -153,7 +153,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           deterministic: True turns dropout off. Required here or in the constructor if the rate is
             not 0.
           rngs: for dropout; they take precedence over those of the constructor.
-          sow_weights: must be False: weights are never formed.
+          sow_weights: must be False, because attention weights are never formed.
           decode: append the T new tokens, one or several, to the cache that ``init_cache`` created,
             and attend causally to all tokens in it. T may differ from step to step (each T compiles
             once). S is the length of the cache, and windows of ``mask`` count from the positions of
@@ -178,9 +178,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
         Raises:
           ValueError: shapes do not fit, the cache is missing, ``segment_ids`` while decoding, an
-            argument that paged caches do not support,
-            ``input_positions`` without ``rotary_base``, dropout without ``deterministic`` or
-            without ``rngs``.
+            argument that paged caches do not support, ``input_positions`` without ``rotary_base``,
+            dropout without ``deterministic`` or without ``rngs``.
           jax_memeff.UnsupportedError: ``sow_weights`` is set, or no kernel supports the call.
         """
         attention.refuse(self if sow_weights else None, [])

@@ -31,11 +31,11 @@ class Pages:
     page_table: ArrayLike
     """[B, max_pages]"""
     kv_lengths: ArrayLike
-    """[B], the number of tokens of each sequence, including new ones."""
+    """[B], the number of tokens of each sequence, including the new ones."""
     query_starts: ArrayLike | None = None
     """[B + 1], if the inputs are [tokens, features] of concatenated sequences."""
     key_scale: ArrayLike | None = None
-    """[K] or [pages, K], of a float8 pool."""
+    """[K] or [pages, K], the scale of a float8 pool."""
     value_scale: ArrayLike | None = None
     """Likewise."""
 
@@ -53,8 +53,8 @@ def require_readable(pages: Any, page_size: Any, dtype: DTypeLike | None) -> Non
     """Raise if no call could read a pool of this shape and dtype; None is the dtype of the keys.
 
     Raises:
-        ValueError: a number is negative, or the page size is no multiple of 16.
-        TypeError: a number is not a Python integer, or pools do not have this dtype.
+        ValueError: a number is negative, or the page size is not a multiple of 16.
+        TypeError: a number is not a Python integer, or pools cannot have this dtype.
     """
     for name, value, least in (("pages", pages, 0), ("page_size", page_size, MULTIPLE)):
         values.size(name, value, least, most=None)
@@ -101,7 +101,7 @@ def attend_pages(
 
     Raises:
         ValueError: one of ``others`` is given, or positions without a rotary embedding.
-        TypeError: ``pages`` are not ``Pages``.
+        TypeError: ``pages`` is not a ``Pages``.
     """
     if not isinstance(pages, Pages):
         raise TypeError(

@@ -1,1 +1,1 @@
-"""The common parts of several kernels."""
+"""The parts that several kernels share."""

@@ -1,4 +1,4 @@
-"""The common part of the backward kernels: gradients, their sums, and the stages around them."""
+"""What the backward kernels share: gradients, their sums, and the stages around them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_memeff.codegen.strategy import Strategy
 
 
 class Backward(Kernel):
-    """A backward in one kernel or several, after a preprocess kernel that writes row statistics."""
+    """A backward in one or more kernels, after a preprocess kernel that writes row statistics."""
 
     direction = "backward"
 
@@ -55,7 +55,7 @@ class Backward(Kernel):
             yield Workspace("bias_gradient_sum", (self._bias_sums(spec, sizes),))
 
     def _bias_sums(self, spec: KernelSpec, sizes: Sizes) -> int:
-        """ffi/include/memeff/score/bias/gradient.cuh."""
+        """The size of the sums of ffi/include/memeff/score/bias/gradient.cuh."""
         slices = sizes.bias_gradient[0] * sizes.bias_gradient[1]
         rows = 1
         if bias_gradient(spec) == "shared":

@@ -1,4 +1,4 @@
-"""3xFP16, the kernels of wgmma for float32: three products of f16 for each product of f32."""
+"""3xFP16, the wgmma kernels for float32: three f16 products for each f32 product."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FACTOR_BYTES = 4
 
 
 class F16x3Kernel(WgmmaKernel):
-    """A kernel that runs first writes every operand as hi and lo parts, with a factor of each row
+    """A kernel that runs first writes every operand as hi and lo parts, with one factor per row
     (ffi/include/memeff/layout/f16x3_tiles.cuh).
     """
 
@@ -49,8 +49,8 @@ class F16x3Kernel(WgmmaKernel):
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """Hi and lo parts of each element, and a factor of each row, in tiles of the rows of a
-        consumer and of the KV blocks; every length has at least one tile.
+        """Hi and lo parts of each element, and one factor per row, in tiles of the size of a
+        consumer's rows and of KV blocks; every length has at least one tile.
         """
         yield from super().workspaces(spec, sizes, multiprocessors)
         lengths = sizes.with_rows()

@@ -24,18 +24,18 @@ LARGE_DIM = 65536
 """The padded head dim of the kernels for all larger ones, up to this one."""
 
 COLUMN_STEP_BYTES = 128
-"""The part of each row that one step of a kernel for large head dims copies to shared memory."""
+"""Bytes of each row that one step of a kernel for large head dims copies to shared memory."""
 
 WARPGROUP_ROWS = 64
 """Rows of a product that a consumer owns: the height of one wgmma."""
 WARPGROUP_THREADS = 128
 
 UNALIGNED_ROWS = "unaligned rows"
-"""Like a feature, rows that are copied in pieces need registers in a kernel for large head dims."""
+"""Rows that are copied in pieces need registers in a kernel for large head dims, as features do."""
 
 _BASIC_COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
-"""Columns of a wgmma that CuTe offers without being asked for more."""
-# Left out otherwise, because CuTe's file of these shapes takes seconds to read.
+"""The column counts of wgmma that CuTe offers by default."""
+# Defined only if needed, because CuTe's file with the other shapes takes seconds to parse.
 _EXTENDED_SHAPES = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n"
 
 Masks = tuple[Literal["none", "causal", "window"], ...]
@@ -43,7 +43,7 @@ EVERY_MASK: Masks = ("none", "causal", "window")
 
 
 def modifiers(*without: str) -> tuple[str, ...]:
-    """Titles of all features that need registers of their own in a main loop, ``without`` some.
+    """Titles of all features that need their own registers in a main loop, ``without`` some.
 
     >>> others = set(modifiers("soft cap", "user functions", "bias"))
     >>> others == {*MASK_MODIFIERS, *PROBABILITY_MODIFIERS}
@@ -76,7 +76,7 @@ class MmaTile:
     """Titles of the features that the tile also serves, alone and together."""
     masks: Masks = EVERY_MASK
     spill_bytes: int = 0
-    """Bytes a thread may store to local memory, if that was measured to be faster than none."""
+    """Bytes that a thread may spill, if that was measured to be faster than spilling nothing."""
 
 
 MmaTables = Mapping[Gpu, Mapping[int, Sequence[MmaTile]]]
@@ -96,7 +96,7 @@ class WgmmaTile:
     """Titles of the features that the tile also serves, alone and together."""
     masks: Masks = EVERY_MASK
     spill_bytes: int = 0
-    """Bytes a thread may store to local memory, if that was measured to be faster than none."""
+    """Bytes that a thread may spill, if that was measured to be faster than spilling nothing."""
 
     @property
     def blocks_per_sm(self) -> int:
@@ -105,10 +105,10 @@ class WgmmaTile:
 
 
 class MmaKernel(Kernel):
-    """A kernel of mma.sync, for every architecture from sm_75 on.
+    """An mma.sync kernel, for every architecture from sm_75 on.
 
-    Tiles are found by the GPU and the larger of the two padded head dims. f32 takes twice the
-    shared memory of 16-bit elements, so it has tables of its own.
+    Tiles are looked up by GPU and by the larger of the two padded head dims. f32 takes twice the
+    shared memory of 16-bit elements, so it has its own tables.
     """
 
     family = "sm80"
@@ -129,7 +129,7 @@ class MmaKernel(Kernel):
         return 32 * mma_tile(spec).warps
 
     def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
-        """The matrix products that the warps of a CTA divide, as (rows, columns)."""
+        """The matrix products that the warps of a CTA share, as (rows, columns)."""
         raise NotImplementedError
 
     def rows_of_warps(self, spec: KernelSpec) -> tuple[int, ...]:
@@ -179,8 +179,8 @@ class LargeDimKernel(MmaKernel):
     dims = ((LARGE_DIM, LARGE_DIM),)
 
     def reads_block_mask(self, spec: KernelSpec) -> bool:
-        """False for segment ids and boolean masks without a mask function: no GPU has run that case
-        yet.
+        """False for segment ids and boolean masks without a mask function: that case has not run on
+        a GPU yet.
         """
         return spec[FUNCTIONS] is not None
 
@@ -193,10 +193,10 @@ class LargeDimKernel(MmaKernel):
 
 
 class WgmmaKernel(Kernel):
-    """A kernel of Hopper: a producer warpgroup that copies, and consumers that multiply."""
+    """A Hopper kernel: a producer warpgroup that copies, and consumers that multiply."""
 
     family = "sm90"
-    sums_common_bias = False  # the two extra products of wgmma cost less than sums in global memory
+    sums_common_bias = False  # the two extra wgmma products cost less than sums in global memory
     takes_f32: ClassVar[bool] = False
 
     def consumer_groups(self, spec: KernelSpec) -> int:
@@ -204,7 +204,7 @@ class WgmmaKernel(Kernel):
         return 1
 
     def consumers(self, spec: KernelSpec) -> int:
-        """Warpgroups that compute, of 64 rows each."""
+        """The number of computing warpgroups, of 64 rows each."""
         return spec.tile.query // WARPGROUP_ROWS * self.consumer_groups(spec)
 
     def threads(self, spec: KernelSpec) -> int:
@@ -226,7 +226,7 @@ class WgmmaKernel(Kernel):
         return {"kStages": wgmma_tile(spec).stages}
 
     def widths(self, spec: KernelSpec) -> tuple[int, ...]:
-        """The columns of products, and those that are basic anyway."""
+        """The column counts of the kernel's products; CuTe's default ones may be among them."""
         return (spec.tile.query, spec.tile.key)
 
     def defines(self, spec: KernelSpec) -> str:
@@ -264,7 +264,7 @@ class WgmmaKernel(Kernel):
 
 
 def mma_tile(spec: KernelSpec) -> MmaTile:
-    """The tile of a kernel of mma.sync."""
+    """The tile of an mma.sync kernel."""
     assert isinstance(spec.tile, MmaTile)
     return spec.tile
 
@@ -276,8 +276,8 @@ def large_dim_tile(spec: KernelSpec) -> LargeDimTile:
 
 
 def column_step_buffers(spec: KernelSpec) -> int:
-    """Two buffers, each for a step of both operands of the scores, or of a chunk: as many rows of a
-    step as the chunk has columns.
+    """The size of two buffers, each for one step of both operands of the scores, or of a chunk: as
+    many rows of a step as the chunk has columns.
     """
     tile = large_dim_tile(spec)
     return 2 * max(tile.query + tile.key, tile.chunk) * COLUMN_STEP_BYTES
@@ -291,7 +291,7 @@ def rows_of_pairs(tiles: Mapping[int, Sequence[WgmmaTile]]) -> Iterator[Row]:
 
 
 def wgmma_tile(spec: KernelSpec) -> WgmmaTile:
-    """The tile of a kernel of wgmma."""
+    """The tile of a wgmma kernel."""
     assert isinstance(spec.tile, WgmmaTile)
     return spec.tile
 
@@ -329,8 +329,8 @@ def tile_columns(dim: int) -> int:
 
 
 def columns_of_warp(rows: int, columns: int, warps: int) -> int:
-    """The columns of a product that each of ``warps`` warps computes in a ``WarpGrid``: a warp has
-    32 rows if they fit, else 16.
+    """The columns of a product that each of ``warps`` warps computes in a ``WarpGrid``, in which a
+    warp has 32 rows if they fit, else 16.
 
     >>> columns_of_warp(64, 128, 8), columns_of_warp(64, 64, 8)
     (32, 16)

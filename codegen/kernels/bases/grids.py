@@ -10,8 +10,8 @@ from jax_memeff.codegen.spec import KernelSpec
 
 
 def has_token_grid(spec: KernelSpec) -> bool:
-    """Whether grids have the tiles that the tokens of packed sequences fill. A kernel that writes
-    every element of the gradient of a bias visits tiles beyond the lengths, too.
+    """Whether grids cover only the tiles that the tokens of packed sequences fill. A kernel that
+    writes every element of a bias gradient also visits tiles beyond the lengths.
     """
     return spec[VARLEN] and bias_gradient(spec) in ("none", "dbias_kernel")
 

@@ -1,4 +1,4 @@
-"""The common part of the kernels of wgmma with persistent CTAs and work tiles of query rows."""
+"""What the wgmma kernels with persistent CTAs and work tiles of query rows share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PersistentTile(WgmmaTile):
     """A row of the table of a persistent kernel."""
 
     query_stages: int = 2
-    """Buffers of queries. With two the queries of the next work tile arrive while these are
+    """Buffers of queries. With two, the next work tile's queries arrive while the current ones are
     read.
     """
 
@@ -41,11 +41,11 @@ class PersistentSm90(WgmmaKernel):
     persistent = True
 
     def ring_bytes(self, spec: KernelSpec) -> int:
-        """The barriers and work tiles, and the bias of each warp's rows.
+        """The bytes of barriers and work tiles, and of the bias of each warp's rows.
 
         Each buffer has two barriers; a buffer of queries has two for every 64 rows. Each slot of
-        the ring of work tiles also has a work tile, and two more barriers, which say when the next
-        work tile may be taken.
+        the ring of work tiles also has a work tile, and two more barriers, which signal when the
+        next work tile may be taken.
         """
         tile = persistent_tile(spec)
         row_warpgroups = spec.tile.query // WARPGROUP_ROWS

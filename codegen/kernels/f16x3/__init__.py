@@ -1,1 +1,1 @@
-"""The float32 kernels of wgmma besides the forward."""
+"""The wgmma kernels for float32, except for the forward."""

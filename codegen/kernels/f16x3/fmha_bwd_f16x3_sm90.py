@@ -1,6 +1,6 @@
-"""The float32 backward of wgmma: 3xFP16, three products of f16 for each product of f32. One kernel
-owns the rows of dq, another those of dk and dv. A kernel that runs first writes every operand as hi
-and lo parts.
+"""The wgmma backward for float32: 3xFP16, three f16 products for each f32 product. One kernel owns
+the rows of dq, another those of dk and dv. A kernel that runs first writes every operand as hi and
+lo parts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Tile(WgmmaTile):
 
     @property
     def modifier_registers(self) -> int:
-        """Registers that the dq kernel leaves to masks and modifiers. With none a boolean mask
-        spills 20 bytes at head dim 128; with 16 functions of scores and masks beside
+        """Registers that the dq kernel leaves for masks and modifiers. With none, a boolean mask
+        spills 20 bytes at head dim 128; with 16, functions of scores and masks combined with
         modifiers of probabilities spill 44.
         """
         return (16 if self.modifiers else 0) + 16 * ("user functions" in self.modifiers)
@@ -86,7 +86,7 @@ class FmhaBwdF16x3Sm90(F16x3Kernel, Backward, WgmmaKernel):
         return self.part_bytes(spec, WARPGROUP_ROWS, columns)
 
     def dq_bytes(self, spec: KernelSpec) -> int:
-        """Tiles of query and dO, rings of key and, with one buffer fewer, of value."""
+        """The bytes of tiles of query and dO, a ring of key and, one buffer shorter, of value."""
         tile = wgmma_tile(spec)
         head = self._tile_bytes(spec, spec.padded_head_dim)
         value = self._tile_bytes(spec, spec.padded_value_dim)
@@ -95,8 +95,8 @@ class FmhaBwdF16x3Sm90(F16x3Kernel, Backward, WgmmaKernel):
         return tiles + 2 * tile.stages * shared_memory.PIPELINE_BYTES
 
     def dkdv_bytes_and_buffers(self, spec: KernelSpec) -> tuple[int, int]:
-        """Tiles of key and value, rings of as many query and dO, of statistics beside them, and of
-        P in f32: bytes, and the buffers of query and of dO.
+        """The bytes of tiles of key and value, and of rings of query and dO (equally many), their
+        statistics, and P in f32; and the number of buffers of query and of dO.
         """
         key = spec.tile.key
         pair = self._tile_bytes(spec, spec.padded_head_dim)

@@ -1,1 +1,1 @@
-"""Kernels of wgmma for head dims above 256."""
+"""The wgmma kernels for head dims above 256."""

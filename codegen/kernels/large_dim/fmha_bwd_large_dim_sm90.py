@@ -1,5 +1,5 @@
-"""The backward of wgmma for head dims above 256: one kernel owns the rows of dq, another those of
-dk and dv, and in both the CTAs of a cluster divide the products.
+"""The wgmma backward for head dims above 256: one kernel owns the rows of dq, another those of dk
+and dv, and in both the CTAs of a cluster divide the products.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Role:
 
     @property
     def fixed_bytes(self) -> int:
-        """Without the ring of panels."""
+        """The bytes without the ring of panels."""
         columns = self.own_tiles * self.columns + self.messages * WARPGROUP_ROWS
         return WARPGROUP_ROWS * columns * 2
 
@@ -77,7 +77,7 @@ at most ``stages`` blocks; more do not help.
 
 
 class FmhaBwdLargeDimSm90(WgmmaBackward):
-    """The backward of wgmma for large head dims and 16-bit elements."""
+    """The wgmma backward for large head dims and 16-bit elements."""
 
     stem = "backward/large_dim/fmha_bwd_large_dim_sm90"
     class_name = "FmhaBackwardLargeDimSm90"
@@ -106,7 +106,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         return False
 
     def cluster(self, spec: KernelSpec, owner: str) -> _Cluster:
-        """The clusters of the kernel that owns queries, or of that which owns keys."""
+        """The clusters of the kernel that owns queries, or of the one that owns keys."""
         head, value = spec.padded_head_dim, spec.padded_value_dim
         if owner == "queries":
             return _Cluster(_Role(head, 1, 1), _Role(value, 2, 2), 3, has_statistics=False)
@@ -115,8 +115,8 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         return _Cluster(_Role(head, 1, 1), out, 2, has_statistics=True)
 
     def stages(self, spec: KernelSpec, owner: str) -> tuple[int, int]:
-        """The panels in the rings of the CTAs that compute S, and of those that compute dP. Those
-        that own keys have one number for both.
+        """The panels in the rings of the CTAs that compute S, and of those that compute dP. In the
+        kernel that owns keys, both have the same number.
         """
         cluster = self.cluster(spec, owner)
         most = wgmma_tile(spec).stages

@@ -1,1 +1,1 @@
-"""The kernels of forward mode."""
+"""The kernels for forward mode."""

@@ -1,4 +1,4 @@
-"""The tangents of wgmma: forward mode, from the output and the logsumexp of a forward."""
+"""The wgmma kernel for tangents: forward mode, from the output and logsumexp of a forward."""
 
 from __future__ import annotations
 

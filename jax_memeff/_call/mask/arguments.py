@@ -1,4 +1,4 @@
-"""The arguments of masks, checked and brought into canonical shapes."""
+"""Checks the arguments of masks and brings them into canonical shapes."""
 
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def integers(name: str, x: ArrayLike, ranks: tuple[int, ...]) -> Any:
 
 
 def lengths(name: str, x: ArrayLike) -> Any:
-    """Lengths [B]; lengths on the host are clipped to int32."""
+    """Lengths [B]; host values are clipped to int32."""
     array = integers(name, x, (1,))
     if values.is_host(array):
-        # jax.jit would wrap 64-bit arguments.
+        # jax.jit would wrap 64-bit arguments around.
         array = values.clipped(array, -INT32_MAX, INT32_MAX)
     return array
 

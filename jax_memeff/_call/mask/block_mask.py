@@ -30,7 +30,7 @@ NONE, ALL, SOME = 0, 1, 2
 """Whether none, all or some elements of a tile are valid. SOME is always safe."""
 
 _MOST_EVALUATIONS = 2**22
-"""A mask function is evaluated on at most this many parts of tiles, which takes some microseconds
+"""A mask function is evaluated on at most this many parts of tiles, which takes a few microseconds
 on a GPU. If there are more tiles, it is evaluated on one part of each."""
 
 
@@ -55,7 +55,7 @@ class Indices(NamedTuple):
     batch: jax.Array
     """int32[B], or [1] if the function does not depend on the batch index."""
     head: jax.Array
-    """int32[N] or [1], likewise."""
+    """int32[N], or [1] if the function does not depend on the head."""
     first_row: jax.Array
     """int32[B or 1]: the global index of row 0."""
     first_column: jax.Array
@@ -176,7 +176,7 @@ def of_function(
         indices: the user's indices of the elements.
         captured: the arrays of the program, with ``index`` int32[B] or None.
         tiling: the tiles.
-        reached: bool, broadcasts to the result: other tiles are NONE.
+        reached: bool, broadcasts to the result; the other tiles are NONE.
     """
     found = _of_parts(program, indices, captured, tiling)
     return found if reached is None else jnp.where(reached, found, NONE).astype(jnp.uint8)
@@ -195,7 +195,7 @@ def _of_parts(
     def positions(axis: int, first: jax.Array) -> Range:
         own, tile, size = part[axis], tiling.tile[axis], tiling.sizes[axis]
         begin = jnp.arange(tiling.counts[axis] * tile // own, dtype=jnp.int32) * own
-        # The last tile ends at the end of the axis: its last element counts several times.
+        # The last tile is clipped to the end of the axis, so its last element counts several times.
         low, high = (jnp.minimum(x, size - 1) for x in (begin, begin + (own - 1)))
         shape = [1] * 6
         shape[2 + axis], shape[4 + axis] = -1, tile // own
@@ -222,7 +222,7 @@ def _of_parts(
 
 
 def _part(tile: tuple[int, int], most: int) -> tuple[int, int]:
-    """Rows and columns of the smallest parts that divide a tile into at most ``most``.
+    """Rows and columns of the smallest parts that divide a tile into at most ``most`` parts.
 
     >>> _part((128, 80), 10**6), _part((128, 80), 1280), _part((128, 80), 40), _part((128, 80), 1)
     ((1, 1), (4, 5), (16, 20), (128, 80))

@@ -25,8 +25,9 @@ def of_mask(
 
     Args:
         mask: not canonical, or canonical.
-        scores: of the call.
-        tokens: of query and key, if sequences are packed: there is a segment id for each of them.
+        scores: those of the call.
+        tokens: the numbers of query and key tokens if sequences are packed; each token has a
+            segment id.
         clamps: whether lengths out of range are allowed, because they are clamped.
 
     Raises:
@@ -67,7 +68,7 @@ def of_mask(
 
 
 def lengths(name: str, value: Any, batch: int, longest: int | None) -> Any:
-    """Lengths [B] in [0, longest], or any if that is None; only host values can be compared."""
+    """Lengths [B] in [0, longest], unbounded if that is None; only host values can be checked."""
     array = values.integers(name, value)
     if array.shape != (batch,):
         raise ValueError(f"{name} must have shape [B] = [{batch}], got shape {tuple(array.shape)}")

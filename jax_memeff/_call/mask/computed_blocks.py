@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from jax_memeff._call.mask.mask import Mask
 
 BLOCK = 64
-"""Rows and columns of a block. The tile sizes of most kernels are multiples of it, or 16 and 32;
-:func:`of_tiles` converts to all of them."""
+"""Rows and columns of a block. The tile sizes of most kernels are multiples of it, or else 16 or
+32; :func:`of_tiles` converts to all of them."""
 
 
 def with_blocks(mask: Mask, scores: tuple[int, int, int, int], offsets: Offsets | None) -> Mask:

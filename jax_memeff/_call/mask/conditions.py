@@ -27,9 +27,9 @@ class Conditions:
     bottom_right: Window | None = dataclasses.field(default=None, metadata={"static": True})
     """The window whose diagonal ends at the last valid row and the last valid column."""
     query_lengths: jax.Array | None = None
-    """[B]: rows beyond attend to nothing."""
+    """[B]: rows beyond these lengths attend to nothing."""
     key_lengths: jax.Array | None = None
-    """[B]: no row attends to columns beyond."""
+    """[B]: no row attends to columns beyond these lengths."""
     segment_ids: tuple[tuple[jax.Array, jax.Array], ...] = ()
     """Pairs of query ids [B, T] and key ids [B, S]; the ids of every pair must match."""
     booleans: tuple[jax.Array, ...] = ()
@@ -39,13 +39,13 @@ class Conditions:
     functions: tuple[Program, ...] = dataclasses.field(default=(), metadata={"static": True})
     """Functions of (batch, head, row, column) that must hold."""
     captured: tuple[jax.Array, ...] = ()
-    """The arrays that the functions read, one function after the other."""
+    """The arrays that the functions read, grouped by function in the same order."""
     excluded: tuple[Mask, ...] = ()
     """Masks of which no element may be valid: ``~a`` excludes a, and ``a | b`` excludes a mask that
     excludes both."""
     traced_windows: tuple[TracedWindow, ...] = ()
     block_lists: tuple[KvBlocks | BlockTable, ...] = ()
-    """Lists of KV blocks; tables in a canonical mask."""
+    """Lists of KV blocks, which are tables in a canonical mask."""
     block_masks: tuple[jax.Array, ...] = ()
     """One block mask per call of :meth:`blocks`, uint8[1|B, 1|N, T / 64, S / 64], rounded up."""
     beyond_block_masks: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -110,7 +110,7 @@ class Conditions:
         return queries, keys
 
     def has_function(self) -> bool:
-        """Whether the kernels, or the blockwise path, evaluate a function of each element."""
+        """Whether the kernels, or the blockwise path, evaluate a function for each element."""
         return bool({"function", "traced_window", "kv_blocks"} & self.kinds())
 
     def without_block_masks(self) -> Self:

@@ -2,7 +2,7 @@
 
 Windows, lengths, segment ids and boolean arrays under ``|`` or ``~`` are element tests, written
 here in JAX and traced together with the user's functions. Lists of blocks always become
-functions: bounds decide every tile that lies inside one block.
+functions: their bounds settle every tile that lies inside one block.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Frame(NamedTuple):
 
     @classmethod
     def of(cls, mask: Mask, sizes: tuple[int, int], offsets: Offsets | None = None) -> Frame:
-        """The frame of a call of T and S with this mask, which is canonical, and these offsets."""
+        """The frame of a call with sizes (T, S), this canonical mask and these offsets."""
         queries, keys = (
             size if own is None else own
             for own, size in zip((mask.query_lengths, mask.key_lengths), sizes, strict=True)
@@ -72,7 +72,7 @@ class Frame(NamedTuple):
 
 
 def compiled(mask: Mask, frame: Frame) -> Mask:
-    """A canonical mask with at most one function, whose arrays are ``[1, ...]``, and no ``~``.
+    """A canonical mask with no ``~`` and at most one function, whose arrays are ``[1, ...]``.
 
     Args:
         mask: canonical, except for its functions.
@@ -109,7 +109,7 @@ def with_rows_from(mask: Mask, first: jax.Array, B: int, T: int, S: int) -> Mask
     Args:
         mask: not canonical.
         first: int32[].
-        B, T, S: of the call.
+        B, T, S: the sizes of the call.
     """
     if "function" not in mask.kinds():
         return mask
@@ -144,7 +144,7 @@ def holds(mask: Mask, element: Element, frame: Frame) -> jax.Array:
         conditions.append(table.holds(*place))
     first = 0
     for program in mask.functions:
-        # ``jax_memeff.check`` has NumPy arrays, which tracers do not index.
+        # ``jax_memeff.check`` passes NumPy arrays, which tracers cannot index.
         arrays = [jnp.asarray(x) for x in mask.captured[first : first + len(program.arrays)]]
         first += len(program.arrays)
         conditions.append(evaluate(program, None, *element, arrays))
@@ -185,7 +185,7 @@ def _id(ids: jax.Array, batch: jax.Array, index: jax.Array, starts: jax.Array | 
 
 
 def _at(x: Any, batch: jax.Array) -> Any:
-    """The number of a batch index; the same for all if it is a scalar."""
+    """The entry of a batch index; a scalar holds for all of them."""
     return _read(jnp.asarray(x), batch) if getattr(x, "ndim", 0) else _int32(x)
 
 

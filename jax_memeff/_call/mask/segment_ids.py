@@ -45,7 +45,7 @@ def as_int32(query_ids: Any, key_ids: Any) -> tuple[tuple[Any, Any], ...]:
 
 
 def _parts(ids: Any) -> int:
-    """The number of parts that hold every id, judged by values on the host, else by dtype."""
+    """The number of parts needed for every id: by value on the host, else by dtype."""
     largest = int(ids.max(initial=0)) if is_host(ids) else int(jnp.iinfo(ids.dtype).max)
     return max(1, -(-largest.bit_length() // _PART_BITS))
 

@@ -70,7 +70,7 @@ def may_attend(
     shape: tuple[int, int],
     position: Position | None,
 ) -> jax.Array | None:
-    """Whether a tile can have valid elements, judged by its edges; boolean arrays are not read.
+    """Whether a tile can have valid elements, judging by its edges; boolean arrays are not read.
 
     Takes the arguments of :func:`valid_elements`.
 
@@ -139,7 +139,7 @@ def _as_column(window: TracedWindow) -> TracedWindow:
 
 
 def _by_batch(x: Any) -> Any:
-    """[1|B] of an array [1|B, 1, 1, 1]; numbers and None stay."""
+    """[1|B] of an array [1|B, 1, 1, 1]; numbers and None are unchanged."""
     return x.reshape(-1) if hasattr(x, "ndim") else x
 
 

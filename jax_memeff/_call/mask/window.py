@@ -19,7 +19,7 @@ Alignment = Literal["top_left", "bottom_right"]
 """Whether the diagonal of a window starts at row 0, column 0 or ends at the last valid ones."""
 
 _MOST_TRACED = 2**30
-"""No difference of a column and a row reaches it; sums with the shift of a diagonal fit int32."""
+"""No column minus row reaches this bound, and its sum with the shift of a diagonal fits int32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Window:
     def of(left: int | None, right: int | None) -> Window:
         """The window with bounds clamped to int32.
 
-        This changes no mask: no difference of a column and a row reaches the clamped bounds.
+        This changes no mask, because no column minus row reaches the clamped bounds.
         """
 
         def fitting(bound: int | None) -> int | None:

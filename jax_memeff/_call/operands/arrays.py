@@ -42,7 +42,7 @@ class Operands(NamedTuple):
     query: jax.Array
     """[B, T, N, H]"""
     key: jax.Array
-    """[B, S, K, H], or fewer batch indices: see :class:`jax_memeff._call.options.Divisors`"""
+    """[B, S, K, H], or with fewer batch indices: :class:`jax_memeff._call.options.Divisors`"""
     value: jax.Array
     """[B, S, K, Hv], likewise"""
     bias: jax.Array | None
@@ -52,12 +52,12 @@ class Operands(NamedTuple):
     position: Position | None
     sequences: Sequences | None = None
     sinks: jax.Array | None = None
-    """[1|B, N], or fewer batch indices, of the dtype of the logsumexp"""
+    """[1|B, N], or with fewer batch indices, of the dtype of the logsumexp"""
     functions: FunctionState | None = None
     """Present if the call has a score function or a mask function."""
     captured: tuple[jax.Array, ...] = ()
     """The arrays that ``Options.score_function`` reads, in the order of ``Program.arrays``:
-    [1|B, ...], or fewer batch indices. The first dim is not the user's: ``jax.vmap`` makes it."""
+    [1|B, ...], or with fewer batch indices. ``jax.vmap`` adds the first dim, unseen by the user."""
     pages: Pages | None = None
     """Present if key and value are pools of pages; ``sequences`` is then present, too."""
 

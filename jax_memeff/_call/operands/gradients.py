@@ -1,4 +1,4 @@
-"""Gradients of the arrays of a call, by name: which there may be, and which are needed."""
+"""Gradients of the arrays of a call, by name: which may exist, and which are needed."""
 
 from __future__ import annotations
 

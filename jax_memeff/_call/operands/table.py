@@ -64,7 +64,7 @@ _DIM_NAMES = {
 
 
 def _rows_of(operand: features.Operand) -> Iterator[Operand]:
-    """A row for each path of an operand in the code generator's table."""
+    """One row for each path of an operand in the code generator's table."""
     dims = _dims(operand.array_dims or operand.dims.replace("~", ""))
     if operand.packed_dims is None:
         varlen_dims = tuple(dim.replace("batch", "sequences") for dim in dims)
@@ -155,7 +155,7 @@ def in_table_order(operands: Any) -> list[Item]:
 
 
 def mapped(function: Any, operands: Any, *others: Any) -> Any:
-    """``function(item, *others)`` for each array, as a tree like the operands."""
+    """``function(item, *others)`` for each array, in a tree with the operands' structure."""
     structure = jax.tree.structure(operands)
     trees = [structure.flatten_up_to(other) for other in others]
     return structure.unflatten(map(function, items(operands), *trees))

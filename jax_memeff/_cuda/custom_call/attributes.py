@@ -25,11 +25,11 @@ LEAST_SOFTMAX_SCALE = 1e-6
 
 
 def of_scores(avals: Operands, options: Options) -> dict[str, Any]:
-    """ScoreScale, the windows of MaskParams, and so on."""
+    """The attributes for ``ScoreScale``, the windows of ``MaskParams``, and so on."""
     scale, cap = options.scale, options.soft_cap
     log2e = math.log2(math.e)
     if options.score_function is not None:
-        # Functions take the score itself; a cap is a part of them.
+        # Functions take the score itself; a soft cap is part of them.
         prescale, softmax_scale = scale, log2e
     elif cap is not None:
         prescale, softmax_scale = scale / cap, cap * log2e
@@ -75,7 +75,7 @@ def _divisors(avals: Operands, options: Options) -> dict[str, int]:
 
 
 def _longest(avals: Operands) -> tuple[int, int]:
-    """The longest packed sequences, which the grid is made for: at least 1, to fill the gaps."""
+    """The longest packed sequences, for which the grid is sized: at least 1, to fill the gaps."""
     if avals.sequences is None:
         return 0, 0
     return max(avals.sequences.longest_query, 1), max(avals.sequences.longest_key, 1)

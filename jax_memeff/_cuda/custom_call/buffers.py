@@ -62,7 +62,7 @@ def of_operands(
             repeated = functools.partial(jnp.broadcast_to, shape=(batch_of(avals),))
             buffers.append(computed(ctx, name, repeated, types, arrays))
         elif name == "key_starts" and pages_of(avals) is not None:
-            # No kernel reads it. Filling it with zeros would cost one more launch.
+            # No kernel reads this buffer. Filling it with zeros would cost one more launch.
             buffers.append(Buffer(name, types[0], values.sequences.query_starts))
         elif functions.is_converted(types[0]):
             buffers.append(computed(ctx, name, functions.in_kernel_type, types, arrays))
@@ -75,13 +75,13 @@ def of_operands(
 
 
 def buffer_name(item: Item, bounds: Mapping[str, str]) -> str:
-    """The name of the buffer of an array; captured arrays and ``bounds`` have one of their own."""
+    """The name of an array's buffer; captured arrays and ``bounds`` have buffers of their own."""
     name, last = item.operand.buffer, item.name.rpartition(".")[2]
     return f"{name}{last}" if name.endswith("captured") else bounds.get(item.name, name)
 
 
 def _conjunction(avals: Any, options: Options) -> Callable[..., jax.Array]:
-    """A single boolean mask unchanged, or the "and" of several in the broadcast of their shapes."""
+    """A single boolean mask unchanged, or the "and" of several, broadcast to a common shape."""
 
     def conjunction(*booleans: Any) -> Any:
         mask = dataclasses.replace(avals.mask, booleans=booleans)
@@ -97,7 +97,7 @@ def of_block_masks(
     shared: Divisors,
     specs: dict[str, KernelSpec],
 ) -> list[Buffer]:
-    """The block masks: which tiles of scores each kernel computes if masks are not intervals."""
+    """The block masks: the tiles of scores that each kernel computes if masks are not intervals."""
     maps = {block_mask for spec in specs.values() for block_mask in spec.block_masks}
 
     def parts(x: Any) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """The custom call: a table of architectures with compressed images, entry points and launch
 constants, and the names of its buffers.
 
-It carries everything that it needs. So a program runs where it was lowered, in another process, or
-after export, without the code generator.
+The call carries everything that it needs, so a program runs without the code generator: in the
+process that lowered it, in another process, or after export.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def custom_call(
     aliased: Mapping[int, int] | None = None,
     **numbers: Any,
 ) -> Sequence[Any]:
-    """The custom call; ``aliased`` operands are written in place and become these results."""
+    """The custom call; ``aliased`` maps operands that are written in place to their results."""
     register_targets()
     lower = jax.ffi.ffi_lowering(
         f"jax_memeff_{direction}",

@@ -33,7 +33,7 @@ _DTYPES = {
 }
 
 _SPEC_DTYPES = {"tf32": "f32"}
-"""The dtype of the arrays of a kernel, if the kernel's own dtype has another name."""
+"""The dtype of a kernel's arrays, where the kernel's own dtype goes by another name."""
 
 _DIMS = {
     **{operand.role: operand.dims for operand in features.operands()},
@@ -85,7 +85,7 @@ def sealed_image(spec: KernelSpec, arch: str, code: bytes, buffers: Iterable[Buf
 
     Args:
         spec: the kernel.
-        arch: what the code is compiled for, ``"sm_90a"``.
+        arch: the architecture that the code is compiled for, ``"sm_90a"``.
         code: a fatbin.
         buffers: all operands and results of the call.
     """
@@ -96,7 +96,7 @@ def sealed_image(spec: KernelSpec, arch: str, code: bytes, buffers: Iterable[Buf
 
 
 def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
-    """The facts of a kernel that the host library must know, one on each line."""
+    """The facts about a kernel that the host library must know, one per line."""
     lines = [
         f"arch {arch}",
         f"direction {spec.direction}",
@@ -175,7 +175,7 @@ def names(buffers: Sequence[Buffer], divisors: Mapping[str, int]) -> str:
 
 
 def seal(direction: Direction, attributes: Mapping[str, Any]) -> bytes:
-    """The digest of the attributes of a call: ``seal_of`` of ffi/src/launch/call.cc."""
+    """The digest of a call's attributes, computed like ``seal_of`` of ffi/src/launch/call.cc."""
     texts = ("operands", "operand_types", "results", "result_types")
     numbers = ("scale", "windows", "numbers", "longest", "bias_alignment")
     kernels = attributes["kernels"]

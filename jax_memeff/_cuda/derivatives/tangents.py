@@ -1,6 +1,6 @@
 """Lowering of ``attention_tangent``: to a kernel if there is one, else to plain JAX.
 
-``python -m jax_memeff explain --direction tangent`` lists the reasons of each kernel.
+``python -m jax_memeff explain --direction tangent`` lists the reasons against each kernel.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def kernels(
 
 
 def digest(avals: Sequence[Any], *, tree: Any, options: Options) -> bytes:
-    """A digest that changes with the kernels of a call; the same for all calls in plain JAX."""
+    """A digest that changes with a call's kernels; it is the same for all calls in plain JAX."""
     specs = kernels(avals, tree=tree, options=options)
     return b"" if specs is None else selection.digest_of([specs])
 

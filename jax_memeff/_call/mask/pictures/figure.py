@@ -22,7 +22,7 @@ COLORS = {
 """The color of each kind of element, in the order of the numbers in the image."""
 
 _MOST_LINES = 64
-"""With more tiles along an axis, no lines are drawn between them."""
+"""With more tiles than this along an axis, no lines are drawn between them."""
 
 
 def drawing(picture: Picture, axes: Any = None) -> Any:
@@ -71,7 +71,7 @@ def drawing(picture: Picture, axes: Any = None) -> Any:
 
 
 def kinds_of(picture: Picture) -> np.ndarray:
-    """int [r, c]: for each element of the picture its place in ``COLORS``."""
+    """int [r, c]: the index in ``COLORS`` of each element of the picture."""
     tiles = np.ix_(picture.rows // picture.tile[0], picture.columns // picture.tile[1])
     classes = picture.classes[tiles]
     kinds = np.where(classes == PARTIAL, np.where(picture.valid, 2, 1), 0)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from jax_memeff._call.mask.mask import Mask
 
 MOST_ELEMENTS = 512
-"""The most rows, and columns, that a picture holds. If there are more, it holds this many, evenly
-spaced."""
+"""The most rows, and the most columns, that a picture holds. If there are more, it samples this
+many, evenly spaced."""
 
 MOST_TILES = 2**26
-"""The most tiles of a picture, which take some bytes each: a million rows and columns in tiles of
+"""The most tiles of a picture, which take a few bytes each: a million rows and columns in tiles of
 128 x 128."""
 
 
@@ -45,13 +45,13 @@ class Picture:
     classes: np.ndarray
     """uint8 [Q blocks, KV blocks]: 0 for a skipped tile, 1 for a full one, 2 for a partial one."""
     rows: np.ndarray
-    """int [r]: the local indices of the rows below: all, or 512 of them."""
+    """int [r]: the local indices of the sampled rows: all of them, or 512."""
     columns: np.ndarray
-    """int [c], likewise."""
+    """int [c], likewise for columns."""
     valid: np.ndarray
     """bool [r, c]: whether these elements are valid."""
     values: np.ndarray | None = None
-    """float [r, c]: what the score function and the bias make of a score of 0, if there are any."""
+    """float [r, c]: a score of 0 after the score function and the bias, if there are any."""
     title: str = ""
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ def of_mask(
     """The picture of a mask, which need not be canonical.
 
     Raises:
-        TypeError: the mask is traced, or a size is no integer.
+        TypeError: the mask is traced, or a size is not an integer.
         ValueError: a size is below 1, or ``batch`` or ``head`` is beyond the arrays of the mask.
     """
     T, S = sizes if sizes[1] is not None else (sizes[0], sizes[0])
@@ -124,7 +124,7 @@ def of_mask(
 
 
 def number_of_tiles(sizes: tuple[int, int], tile: tuple[int, int]) -> int:
-    """The tiles of so many rows and columns.
+    """The number of tiles that cover this many rows and columns.
 
     >>> number_of_tiles((300, 64), (128, 64))
     3
@@ -174,7 +174,7 @@ def elements(
 
     Args:
         rows, columns: local indices.
-        batch, head: of the slice.
+        batch, head: local indices of the slice.
         offsets: those of the call.
     """
     first = (np.asarray(x).reshape(-1) for x in (offsets.query, offsets.key))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jax_memeff._call.mask.pictures.picture import Picture
 
 _MOST_COLUMNS = 40
-"""Cells of a line, each two characters wide, so that a square looks like one."""
+"""Cells of a line, each two characters wide, so that squares look square."""
 
 _OF_TILE = {SKIPPED: "· ", FULL: "██", PARTIAL: "▒▒"}
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -81,7 +81,7 @@ def _tiles(picture: Picture) -> tuple[list[str], str]:
 
 
 def _together(classes: np.ndarray, size: int) -> np.ndarray:
-    """Squares of tiles, PARTIAL if their classes differ.
+    """Merge squares of tiles; a square whose classes differ is PARTIAL.
 
     >>> _together(np.array([[1, 1, 0], [1, 1, 2]], np.uint8), 2)
     array([[1, 2]], dtype=uint8)
@@ -95,7 +95,7 @@ def _together(classes: np.ndarray, size: int) -> np.ndarray:
 
 
 def _values(picture: Picture, values: np.ndarray) -> tuple[list[str], str]:
-    """The levels of the values of some elements."""
+    """The values of some elements, quantized to levels."""
     places = [np.arange(min(n, _MOST_COLUMNS)) * n // min(n, _MOST_COLUMNS) for n in values.shape]
     own, valid = values[np.ix_(*places)], picture.valid[np.ix_(*places)]
     valid = valid & np.isfinite(own)

@@ -56,9 +56,9 @@ def of_slice(
 def _of_intervals(
     mask: Mask, tiling: Tiling, offsets: Offsets, batch: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whether static windows and lengths leave a tile to compute, and whether they test it.
+    """Whether static windows and lengths let a tile be computed, and whether they test it.
 
-    Both are bool [Q blocks, KV blocks]. NumPy alone, so that a drawing of a window needs no device.
+    Both are bool [Q blocks, KV blocks]. Uses only NumPy, so that drawing a window needs no device.
     """
     (rows, columns), (tile_rows, tile_columns) = tiling.sizes, tiling.tile
     queries = rows if mask.query_lengths is None else int(mask.query_lengths[batch])

@@ -1,8 +1,8 @@
 """Interval arithmetic on the operations of programs: the minimum and maximum result in a tile.
 
 Ranges are conservative: every element of a tile lies in the range of the tile, which may be wider
-than necessary. So a decision from the bounds of a mask function is always correct. If an operation
-has no rule, or could overflow, its range is unbounded.
+than necessary. Decisions based on the bounds of a mask function are therefore always correct. If an
+operation has no rule, or could overflow, its range is unbounded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Range", "applied"]
 _RULES = ARITHMETIC | LOGIC
 _PRODUCTS = frozenset({"div", "integer_pow", "mul", "square"})
 """Operations whose result may reach a sum unrounded: XLA contracts ``a * b + c`` to an FMA, and
-divides by a constant with its reciprocal."""
+replaces division by a constant with multiplication by its reciprocal."""
 
 
 def applied(value: Value, args: list[Range], numbers: list[Any]) -> Range:
@@ -29,7 +29,7 @@ def applied(value: Value, args: list[Range], numbers: list[Any]) -> Range:
     Args:
         value: the operation.
         args: the ranges of its operands.
-        numbers: for each operand its constant, if it is one in all elements, or None.
+        numbers: for each operand, its value if it is the same constant everywhere, else None.
 
     >>> import numpy as np
     >>> tile = Range(np.int32(64), np.int32(127), 63)  # columns

@@ -27,8 +27,8 @@ def _plus(*widths: int | None) -> int | None:
 def _sum(value: Value, low: Any, high: Any, terms: tuple[Range, Range]) -> Range | None:
     """The range of a sum or difference; ``terms`` include their signs.
 
-    A kernel rounds a product before it adds, and an FMA does not. If the terms cancel, that
-    difference is the whole sum. So the bounds of floats are those of unrounded products.
+    A kernel may round a product before it adds it; an FMA does not. If the terms cancel, the
+    rounding error is the whole sum. So the bounds of floats are those of unrounded products.
     """
     width = _plus(terms[0].width, terms[1].width)
     if is_float(value):
@@ -54,7 +54,7 @@ def _sub(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
     a, b = (arg.unrounded() for arg in args)
     if is_float(value):
         return _sum(value, a.low - b.high, a.high - b.low, (a, b))
-    # -INT32_MIN is INT32_MIN, and ~x = -x - 1 avoids it: a - b overflows like a + ~b.
+    # -INT32_MIN overflows to INT32_MIN, but ~x = -x - 1 never does: a - b overflows like a + ~b.
     flipped = Range(~b.high, ~b.low, b.width) if value.dtype == "int32" else b
     return _sum(value, a.low - b.high, a.high - b.low, (a, flipped))
 

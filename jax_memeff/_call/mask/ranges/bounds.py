@@ -27,8 +27,8 @@ class Captured(NamedTuple):
 
     array: jax.Array
     index: jax.Array | None
-    """int32: the index of each batch index into the first dim, in a shape that broadcasts with the
-    inputs; None if all of them read index 0."""
+    """int32: the index into the first dim for each batch index, in a shape that broadcasts with the
+    inputs; None if every batch index reads index 0."""
 
 
 class _Axis(NamedTuple):
@@ -73,7 +73,7 @@ def of_values(
 
 
 def _number(program: Program, value: Value, captured: Sequence[Captured]) -> Any:
-    """The constant that a value has in all elements, or None."""
+    """The constant that a value equals in every element, or None."""
     if value.op == "constant":
         return value.param("value")
     if value.op == "literal":
@@ -120,7 +120,7 @@ def _read(value: Value, indices: list[Range], captured: Captured) -> Range:
 
 
 def _filled(found: Range, value: Value, is_inside: jax.Array) -> Range:
-    """The bounds of a read that gives a fill value outside of the array."""
+    """The bounds of a read that returns a fill value outside of the array."""
     fill = jnp.asarray(value.param("fill_value"), value.dtype)
     if found.is_exact:
         return Range.exact(jnp.where(is_inside, found.low, fill))
@@ -131,14 +131,14 @@ def _filled(found: Range, value: Value, is_inside: jax.Array) -> Range:
 
 
 def _axis(index: Range, size: int) -> tuple[_Axis, jax.Array]:
-    """Runs that cover a range of indices, and the tiles in which they do."""
+    """Runs that cover a range of indices, and for which tiles they do."""
     if index.width is None or index.width >= size:
         return _Axis(size, (jnp.int32(0),)), jnp.asarray(True)
     pool = _pool(index.width)
     first, last = index.low // pool, index.high // pool
     count = (index.width + pool - 1) // pool + 1
     candidates = tuple(jnp.minimum(first + offset, last) for offset in range(count))
-    # A sum that overflows has a larger range than its width.
+    # The range of a sum that overflows is larger than its width.
     return _Axis(pool, candidates), last - first < count
 
 
@@ -159,7 +159,7 @@ def _pool(width: int) -> int:
 
 
 def _pooled(array: jax.Array, pools: Sequence[int], largest: int) -> jax.Array:
-    """The minimum or the maximum of each run, along all dims but the first."""
+    """The minimum or the maximum of each run, along every dim but the first."""
     reduce = jnp.max if largest else jnp.min
     for axis, pool in enumerate(pools, 1):
         if pool == 1:

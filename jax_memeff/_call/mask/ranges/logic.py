@@ -25,7 +25,7 @@ def _convert(value: Value, args: list[Range], numbers: list[Any]) -> Range | Non
     if target == "bool":
         return _not(value, [_equal(a, Range.exact(np.asarray(0, source)))], numbers)
     if source.startswith("float") and not target.startswith("float"):
-        # Platforms truncate larger floats differently.
+        # Platforms disagree on the conversion of larger floats.
         fits = (a.low > -SAFE_PRODUCT) & (a.high < SAFE_PRODUCT)
         return _converted(a, target).where(fits, target) if target == "int32" else None
     found = _converted(a, target)._replace(width=1 if source == "bool" else a.width)
@@ -51,7 +51,7 @@ def _and(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
         return None
     if not 0 <= power < 2**30 or power & (power + 1):
         return None
-    # The remainder of a power of two.
+    # The bitwise and with 2**n - 1 is the remainder of division by 2**n.
     other = a if numbers[0] is None else b
     found = remainder(value, [other, Range.exact(jnp.int32(power + 1))], [None, power + 1])
     return None if found is None else found.where(other.low >= 0, value.dtype)

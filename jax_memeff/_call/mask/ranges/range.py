@@ -1,4 +1,4 @@
-"""The bounds of a value in each tile, and what all rules share."""
+"""The bounds of a value in each tile, and helpers that all rules share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MORE_THAN_ROUNDING = 2.0**-20
 
 
 class Range(NamedTuple):
-    """The bounds of a value in each tile; for bools: true in all elements, true in any element."""
+    """The bounds of a value in each tile; for bools, whether all and whether any are true."""
 
     low: Any
     high: Any
     """The same object as ``low`` if the value is constant in a tile."""
     width: int | None = None
-    """An upper bound of ``high - low`` of an integer in every tile if no sum overflows; None if
-    unknown."""
+    """For integers, an upper bound on ``high - low`` in every tile, provided that no sum overflows;
+    None if unknown."""
     is_product: bool = False
     """Whether the value is a product of floats, or its negation."""
 
@@ -41,7 +41,7 @@ class Range(NamedTuple):
         if dtype == "bool":
             return cls(jnp.asarray(False), jnp.asarray(True))
         if dtype.startswith("float"):
-            # Comparisons with NaN decide nothing.
+            # NaN bounds make every comparison undecided.
             return cls(jnp.asarray(np.nan, dtype), jnp.asarray(np.nan, dtype))
         limits = np.iinfo(dtype)
         return cls(jnp.asarray(limits.min, dtype), jnp.asarray(limits.max, dtype))
@@ -53,7 +53,7 @@ class Range(NamedTuple):
         return Range(low, high, self.width)
 
     def unrounded(self) -> Range:
-        """The range of a product of floats before it is rounded; others as they are."""
+        """The range of a product of floats before it is rounded; other ranges unchanged."""
         if not self.is_product:
             return self
         low = self.low - jnp.abs(self.low) * MORE_THAN_ROUNDING
