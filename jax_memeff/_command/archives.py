@@ -23,7 +23,7 @@ def require_writable(path: Path) -> None:
     elif path.exists() and not path.is_file():  # the archive would replace a device
         reason = "it is no regular file"
     elif not path.parent.is_dir():
-        reason = f"{path.parent} is no directory"
+        reason = f"{path.parent} is not a directory"
     else:
         temporary = prebuilt.temporary_beside(path)
         try:

@@ -186,7 +186,7 @@ class _Tracer:
         return jax.make_jaxpr(called)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
 
     def _not_in_python(self, error: Exception) -> str:
-        start = f"{self._argument} is traced by JAX: its arguments are no Python numbers. "
+        start = f"{self._argument} is traced by JAX: its arguments are not Python numbers. "
         if isinstance(error, jax.errors.TracerBoolConversionError):
             return start + "Use jnp.where(condition, a, b) instead of `if`, and & | ~ for and, or"
         return start + (

@@ -177,7 +177,7 @@ def test_build_writes_an_archive(capsys, tmp_path, monkeypatch):
             cli.main(["build", "--arch", "sm_90a", *wrong])
     errors = capsys.readouterr().err
     assert "--models or a problem, not both" in errors and "got 'lama'" in errors
-    assert f"kernels.zip cannot be written: {tmp_path / 'no'} is no directory" in errors
+    assert f"kernels.zip cannot be written: {tmp_path / 'no'} is not a directory" in errors
     assert f"--output {tmp_path} cannot be written: it is a directory" in errors
     assert "kkk cannot be written: File name too long" in errors
     assert f"--output {os.devnull} cannot be written: it is no regular file" in errors
