@@ -8,19 +8,19 @@ import time
 
 _start = time.perf_counter()
 
-# The imports are timed too, so the clock starts before them (E402).
-import cProfile  # noqa: E402
-import json  # noqa: E402
-import pstats  # noqa: E402
-import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+# The imports are timed too, so the clock starts before them.
+import cProfile
+import json
+import pstats
+import sys
+from pathlib import Path
+from typing import Any
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
+import jax
+import jax.numpy as jnp
 
-import jax_memeff  # noqa: E402
-import jax_memeff.codegen  # noqa: E402
+import jax_memeff
+import jax_memeff.codegen
 
 _imported = time.perf_counter()
 
@@ -37,6 +37,7 @@ def _code_generation_seconds(profile: cProfile.Profile) -> float:
 
     This is the cumulative time of all calls from a function outside of them to one inside.
     """
+    # The type stubs of Python lack `stats`, and only it has the callers.
     return sum(
         cumulative
         for (filename, _, _), (*_, callers) in pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a call requires of a kernel, before any kernel is chosen."""
+"""The requirements that a call has of a kernel, before any kernel is chosen."""
 
 from __future__ import annotations
 

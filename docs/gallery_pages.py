@@ -24,12 +24,12 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples"))
 
-from gallery import scores, structure, windows  # noqa: E402
-from gallery.catalog import ENTRIES, Entry, Shape  # noqa: E402
+from gallery import scores, structure, windows
+from gallery.catalog import ENTRIES, Entry, Shape
 
-from jax_memeff import Mask  # noqa: E402
-from jax_memeff._call.mask.pictures import Picture, figure  # noqa: E402
-from jax_memeff._call.mask.pictures.text import summary  # noqa: E402
+from jax_memeff import Mask
+from jax_memeff._call.mask.pictures import Picture, figure
+from jax_memeff._call.mask.pictures.text import summary
 
 FOLDER = ROOT / "docs" / "gallery"
 _PAGES = {scores: "Functions of scores", windows: "Windows", structure: "Structure"}

@@ -111,5 +111,6 @@ def trained(preset: Preset, steps: int, seed: int, path: Path) -> tuple[Any, Any
     print(f"no weights in {path}: training for {steps} steps", flush=True)
     train(trainer, preset, steps, seed)
     arrays = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(trainer.parameters))}
+    # A type checker takes the arrays for values of `allow_pickle`.
     np.savez(path, **arrays)  # type: ignore[arg-type]
     return trainer.graph, trainer.parameters

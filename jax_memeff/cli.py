@@ -337,7 +337,9 @@ def _parser() -> argparse.ArgumentParser:
     add("kernels", _kernels, "every kernel that build --all compiles, one per line")
 
     explain = add("explain", _explain, "which kernel a problem gets, and why not the others")
-    explain.add_argument("--direction", choices=DIRECTIONS, default="forward", help="tangent: jvp")
+    explain.add_argument(
+        "--direction", choices=DIRECTIONS, default="forward", help="tangent is jvp"
+    )
     explain.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES, required=True)
     _add_dims(explain, required=True)
     explain.add_argument(

@@ -105,8 +105,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest evaluates -m
 def pytest_collection_modifyitems(config, items):
-    choose_quick_cases(items, complete=not any("::" in word for word in config.args))
-    choose_cases_of_today(config, items)
+    names_tests = any("::" in word for word in config.args)
+    choose_quick_cases(items, complete=not names_tests)
+    if not names_tests:
+        choose_cases_of_today(config, items)
     # The longest tests are those of the toolchain. If they ran last, one process would wait for the
     # other.
     items.sort(key=lambda item: "toolchain" not in item.path.parts)
@@ -123,10 +125,8 @@ def pytest_collection_modifyitems(config, items):
 
 def choose_cases_of_today(config, items) -> None:
     """Keeps today's part of the cases of each test with ``@pytest.mark.rotating(parts)``, and the
-    cases of the inner loop. A command that names a test keeps all, and so do tests on a GPU.
+    cases of the inner loop. Tests on a GPU keep all.
     """
-    if any("::" in word for word in config.args):
-        return
     cases: dict[tuple, list] = {}
     for item in items:
         on_cpu = "gpu" not in item.keywords and hasattr(item, "callspec")

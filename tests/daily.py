@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import os
 import random
-import re
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -19,11 +18,12 @@ Value = TypeVar("Value")
 # tests, also at midnight.
 CHOICE = os.environ.setdefault("JAX_MEMEFF_CLOSURE", datetime.date.today().isoformat())
 EVERYTHING = CHOICE == "all"
-if not EVERYTHING and not re.fullmatch(r"\d{4}-\d\d-\d\d", CHOICE):
+try:
+    TODAY = None if EVERYTHING else datetime.date.fromisoformat(CHOICE).toordinal()
+except ValueError:
     raise ValueError(
         f"JAX_MEMEFF_CLOSURE must be a date such as 2026-11-23, or all, got {CHOICE!r}"
-    )
-TODAY = None if EVERYTHING else datetime.date.fromisoformat(CHOICE).toordinal()
+    ) from None
 MESSAGE = f"JAX_MEMEFF_CLOSURE={CHOICE}"
 
 

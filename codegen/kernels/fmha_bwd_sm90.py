@@ -172,7 +172,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
 
 
 class WgmmaBackward(Backward, WgmmaKernel):
-    """What the wgmma backward kernels share."""
+    """The common base of the wgmma backward kernels."""
 
     tiles: ClassVar[Mapping[int, Sequence[WgmmaTile]]]
 

@@ -1,4 +1,4 @@
-// What the module registers with XLA.
+// The handlers that the module registers with XLA.
 #pragma once
 
 #include <vector>

@@ -140,5 +140,6 @@ def in_full(function: Function) -> Function:
         for name, annotation in kind.__annotations__.items()
     ]
     in_order = sorted([*own, *common], key=lambda parameter: parameter.kind)
+    # inspect reads this attribute, which the type of functions lacks.
     function.__signature__ = signature.replace(parameters=in_order)  # type: ignore[attr-defined]
     return function

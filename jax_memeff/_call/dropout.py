@@ -242,6 +242,7 @@ def require_key(value: Any) -> None:
             "jax.vmap for one key per batch index"
         )
     if not typed:
+        # The options of jax.config have no types.
         words = _legacy_shape(jax.config.jax_default_prng_impl)  # type: ignore[attr-defined]
         if value.shape != words:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What the backward kernels share: gradients, their sums, and the stages around them."""
+"""The common base of the backward kernels: gradients, their sums, and the stages around them."""
 
 from __future__ import annotations
 

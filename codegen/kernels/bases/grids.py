@@ -11,7 +11,7 @@ from jax_memeff.codegen.spec import KernelSpec
 
 def has_token_grid(spec: KernelSpec) -> bool:
     """Whether grids cover only the tiles that the tokens of packed sequences fill. A kernel that
-    writes every element of a bias gradient also visits tiles beyond the lengths.
+    writes every element of a bias gradient also processes tiles beyond the lengths.
     """
     return spec[VARLEN] and bias_gradient(spec) in ("none", "dbias_kernel")
 

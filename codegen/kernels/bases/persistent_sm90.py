@@ -1,4 +1,4 @@
-"""What the wgmma kernels with persistent CTAs and work tiles of query rows share."""
+"""The common base of the wgmma kernels with persistent CTAs and work tiles of query rows."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ CUTE_DEVICE float4* waiting_sum(Accumulators const& accumulators, float* sums, i
 template <class Element>
 constexpr int kStreamStep = 128 / int(sizeof(Element));
 
-// Where the last iteration writes the rounded result: rows below row_bound, columns below
+// The last iteration writes the rounded result here: rows below row_bound, columns below
 // `columns`.
 struct ChunkedTarget {
   char* rows;

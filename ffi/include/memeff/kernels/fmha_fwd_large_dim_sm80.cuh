@@ -233,12 +233,8 @@ struct FmhaForwardLargeDimSm80 {
   using Grid = GridTiles<Config, GridRows::queries, kTileQuery>;
 
   CUTE_DEVICE static WorkItem work_item(Grid const& grid, unsigned block) {
-    WorkItem item = grid.of_block(block);
-    // Start the last rows first: under a causal mask they have the most keys.
-    if constexpr (Config::kMask == MaskKind::causal) {
-      item.tile = grid.of_batch_index(item.batch) - 1 - item.tile;
-    }
-    return item;
+    WorkItem const item = grid.of_block(block);
+    return Config::kMask == MaskKind::causal ? grid.from_the_last(item) : item;
   }
 
   // The address of the tile's output in the workspace, chunk by chunk.

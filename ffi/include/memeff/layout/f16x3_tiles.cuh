@@ -21,7 +21,7 @@ struct F16x3Tile {
   static_assert(kBytes % 16 == 0);
 };
 
-// Where the tiles of a call are in the workspaces. Each consumer has its own tile of queries. A
+// The places of the tiles of a call in the workspaces. Each consumer has its own tile of queries. A
 // length of 0 still has one tile, which is zero or never read.
 template <class Config>
 struct F16x3Tiles {

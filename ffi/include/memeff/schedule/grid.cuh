@@ -8,7 +8,7 @@
 
 namespace memeff {
 
-// Whose rows a tile has.
+// The operand whose rows a tile has.
 enum class GridRows { queries, keys };
 
 // The tiles of a grid: kTile rows of each query head, or of each key head. A slice of them is a
@@ -50,6 +50,12 @@ struct GridTiles {
       return item_of_sequence(tile, slice, sequences().sequence_of_cta_alone(tile));
     }
     return item(tile, slice);
+  }
+
+  // The tile as far from the last one of its batch index as this one is from the first. Under a
+  // causal mask the last rows have the most keys, and start first.
+  CUTE_DEVICE WorkItem from_the_last(WorkItem const& item) const {
+    return {of_batch_index(item.batch) - 1 - item.tile, item.head, item.batch};
   }
 
   // The tile of a block, for whole warps. Tiles are innermost, so CTAs that run together read the
@@ -120,7 +126,7 @@ CUTE_DEVICE WorkItem work_item(ProblemShape const& shape, ScoreView const& bias,
   } else {
     item = grid.of_block(block);
   }
-  if (kCausal && !kOwnsKeys) item.tile = grid.of_batch_index(item.batch) - 1 - item.tile;
+  if (kCausal && !kOwnsKeys) item = grid.from_the_last(item);
   return item;
 }
 

@@ -34,6 +34,7 @@ struct PersistentSchedule {
   // one of the next slice or section if there is none. `number` is the number of the item.
   CUTE_DEVICE static int after_empty(ProblemShape const& shape, int const* query_lengths,
                                      WorkItem const& item, int number) {
+    static_assert(Config::kTokenGrid);
     auto const sequences = Grid{shape}.sequences();
     int const tiles = Grid{shape}.of_slice();
     int const step = kCausal ? -1 : 1;

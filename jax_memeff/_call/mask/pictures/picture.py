@@ -184,6 +184,7 @@ def elements(
         for index, start in zip((rows[:, None], columns[None]), own, strict=True)
     )
     place = (np.int32(x) + np.int32(y) for x, y in ((batch, offsets.batch), (head, offsets.head)))
+    # NumPy arrays instead of JAX's: a picture compiles nothing.
     return expression.Element(*place, query, key)  # type: ignore[arg-type]
 
 
