@@ -29,11 +29,12 @@ static_assert({alias}::kSharedBytes == {shared_bytes});
 _ENTRY = """\
 extern "C" __global__ void {cluster}__launch_bounds__({alias}::kThreads, {blocks})
 {name}(const __grid_constant__ memeff::{params} params{maps}) {{
-  memeff::let_next_kernel_start();
-  memeff::wait_for_kernel_before();
-  {alias}::run(params{pass_maps});
+{begin}  {alias}::run(params{pass_maps});
 }}
 """
+
+_LET_NEXT_START = "  memeff::let_next_kernel_start();\n"
+_WAIT_FOR_BEFORE = "  memeff::wait_for_kernel_before();\n"
 
 
 def source(spec: KernelSpec) -> str:
@@ -47,7 +48,9 @@ def source(spec: KernelSpec) -> str:
     text += _INCLUDE.format(file=spec.kernel.device_file)
     text += "".join(feature.source(spec) for feature in FEATURES)
     text += _CONFIG.format(lines="".join(lines))
-    return text + "".join(_kernel(spec, entry) for entry in spec.entry_points)
+    entries = spec.entry_points
+    nexts = (*entries[1:], None)
+    return text + "".join(_kernel(spec, *pair) for pair in zip(entries, nexts, strict=True))
 
 
 def _config(spec: KernelSpec) -> dict[str, Constant | CppType]:
@@ -81,7 +84,7 @@ def _line(name: str, value: Constant | CppType) -> str:
     return f"  static constexpr {'int' if isinstance(value, int) else 'auto'} {name} = {value};\n"
 
 
-def _kernel(spec: KernelSpec, entry: EntryPoint) -> str:
+def _kernel(spec: KernelSpec, entry: EntryPoint, following: EntryPoint | None) -> str:
     suffix = entry.name.removeprefix(spec.name)
     alias = "".join(word.capitalize() for word in suffix.split("_")) or "Kernel"
     direction = spec.direction.capitalize()
@@ -90,6 +93,10 @@ def _kernel(spec: KernelSpec, entry: EntryPoint) -> str:
     params = f"{direction}Params"
     if spec.captured_arrays:
         params = f"WithArrays<memeff::{params}>"
+    begin = _LET_NEXT_START if entry.overlaps else _LET_NEXT_START + _WAIT_FOR_BEFORE
+    if following is not None and following.overlaps:
+        # Otherwise the next kernel could read what the one before this has yet to clear.
+        begin = _WAIT_FOR_BEFORE + _LET_NEXT_START
     text = _KERNEL + (_SHARED if entry.shared_bytes else "") + _ENTRY
     return text.format(
         alias=alias,
@@ -99,6 +106,7 @@ def _kernel(spec: KernelSpec, entry: EntryPoint) -> str:
         blocks=entry.blocks or f"{alias}::kBlocksPerSm",
         cluster=f"__cluster_dims__({entry.cluster}, 1, 1) " if entry.cluster > 1 else "",
         name=entry.name,
+        begin=begin,
         params=params,
         maps=maps if entry.takes_maps else "",
         pass_maps=", maps" if entry.takes_maps else "",

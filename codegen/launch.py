@@ -48,7 +48,8 @@ class EntryPoint(NamedTuple):
     maps of the spec are its second parameter; after the first comes the table of
     ``KernelSpec.captured_arrays``, if there are any. ``cpp_class`` is the device class that it
     runs, and ``blocks`` the CTAs per SM that it is compiled for, in C++; if it is "", the class has
-    the number. ``cluster`` CTAs form a cluster, and it divides the grid.
+    the number. ``cluster`` CTAs form a cluster, and it divides the grid. ``overlaps`` is whether it
+    runs beside the last CTAs of the entry point before it, and waits for their results itself.
     """
 
     name: str
@@ -60,6 +61,7 @@ class EntryPoint(NamedTuple):
     cpp_class: str = ""
     blocks: str = ""
     cluster: int = 1
+    overlaps: bool = False
 
 
 class TensorMap(NamedTuple):

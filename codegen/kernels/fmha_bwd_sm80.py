@@ -296,11 +296,11 @@ def dbias_bytes(spec: KernelSpec) -> int:
 
 
 def summing_entry_points(
-    spec: KernelSpec, main: EntryPoint, dbias: EntryPoint, tiles: str = ""
+    spec: KernelSpec, main: EntryPoint, dbias: EntryPoint, tiles: str = "", overlaps: bool = False
 ) -> tuple[EntryPoint, ...]:
     """The entry points of a backward whose CTAs add to dq. Kernels that round the sums read them in
     the layout of the main kernel's threads, so they have the same number of threads; ``tiles`` is
-    the class of that layout.
+    the class of that layout. ``overlaps`` is whether the sums are rounded beside the last CTAs.
     """
     threads = spec.computing_threads
 
@@ -311,7 +311,7 @@ def summing_entry_points(
     entries = [around("preprocess", "Preprocess"), main]
     if "query" in spec.gradients:
         query_tile = spec.tile.query * tile_columns(spec.padded_head_dim) * spec.element_bytes
-        entries.append(around("postprocess", "Postprocess", query_tile))
+        entries.append(around("postprocess", "Postprocess", query_tile, overlaps=overlaps))
     if bias_gradient(spec) in ("shared", "columns"):
         entries.append(around("dbias_postprocess", "DbiasPostprocess", grid=bias_tile_grid(spec)))
     if bias_gradient(spec) == "dbias_kernel":

@@ -38,7 +38,14 @@ class Backward(Kernel):
             **needs_grad,
             "kOrdersQueries": spec.orders_queries,
             "kSplitQ": spec.split_q,
+            "kCountsKvBlocks": self.counts_kv_blocks(spec),
         }
+
+    def counts_kv_blocks(self, spec: KernelSpec) -> bool:
+        """Whether the main kernel counts finished KV blocks, so that the postprocess kernel may run
+        beside its last CTAs (ffi/include/memeff/schedule/finished_dq.cuh).
+        """
+        return False
 
     def bias_sum_rows(self, spec: KernelSpec) -> int:
         """The rows of sums that each KV block of a (batch, head) slice has for the gradient of a

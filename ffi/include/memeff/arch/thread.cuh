@@ -42,6 +42,9 @@ CUTE_DEVICE void random_sleep() {
 #endif
 }
 
+// Leaves the issue slots of an SM to its other warps, in a loop that polls.
+CUTE_DEVICE void sleep_briefly() { asm volatile("nanosleep.u32 500;"); }
+
 // Programmatic dependent launch (CUDA programming guide) removes the launch gap between two kernels
 // of this library: the CTAs of the next kernel may start as soon as all CTAs of this one have
 // started. Hazard: a kernel must call wait_for_kernel_before() before it reads or writes global

@@ -1,4 +1,6 @@
 // Runs after the backward: dq = scale * (its f32 sums), rounded. One CTA per tile of query rows.
+// With Config::kCountsKvBlocks it runs beside the last CTAs of the main kernel
+// (schedule/finished_dq.cuh).
 #pragma once
 
 #include <memeff/collective/epilogue.cuh>
@@ -7,6 +9,7 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
+#include <memeff/schedule/finished_dq.cuh>
 #include <memeff/schedule/grid.cuh>
 
 namespace memeff {
@@ -31,6 +34,9 @@ struct FmhaBackwardPostprocess {
       clear_query_gap<Config, kThreads>(params, item, length, grid.of_batch_index(item.batch));
       row_bound = length - row;
       if (row_bound <= 0) return;
+    }
+    if constexpr (Config::kCountsKvBlocks) {
+      FinishedDq<Config>{params}.wait(item.batch, item.head);
     }
     Origin const origin = query_origin<Config>(shape, item.batch);
     float const* const sums =
@@ -64,6 +70,9 @@ struct FmhaBackwardPostprocess {
         tile,
         row_pointer<Element>(params.query_gradient, origin.batch, origin.row + row, item.head),
         params.query_gradient.row_stride * sizeof(Element), row_bound, shape.head_dim);
+    // This kernel may not end before the main kernel has. One CTA is enough for that, and others
+    // would keep their places on the SMs.
+    if (Config::kCountsKvBlocks && blockIdx.x == gridDim.x - 1) wait_for_kernel_before();
   }
 };
 

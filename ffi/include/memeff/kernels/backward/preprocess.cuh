@@ -15,6 +15,7 @@
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
+#include <memeff/schedule/finished_dq.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/score/bias/rows.cuh>
 #include <memeff/score/bias/tile.cuh>
@@ -40,8 +41,8 @@ struct FmhaBackwardPreprocess {
   static constexpr int kRowsAtOnce = cute::min(ceil_div(Tiles::kTileQuery, kRowsPerPass), 4);
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
-    if constexpr (Config::kOrdersQueries || Config::kSplitQ) {
-      unsigned const words = DqSemaphore<Config>::words(params.shape);
+    if constexpr (Config::kOrdersQueries || Config::kSplitQ || Config::kCountsKvBlocks) {
+      unsigned const words = semaphore_words(params);
       for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < words; i += gridDim.x * kThreads) {
         params.semaphores[i] = 0;
       }
@@ -85,6 +86,11 @@ struct FmhaBackwardPreprocess {
         store_statistics(params, mask, origin, item, tile_index, own, delta);
       }
     }
+  }
+
+  CUTE_DEVICE static unsigned semaphore_words(BackwardParams const& params) {
+    if constexpr (Config::kCountsKvBlocks) return FinishedDq<Config>{params}.words();
+    return DqSemaphore<Config>::words(params.shape);
   }
 
   // Adds this lane's part of the dot products of dO and out. `row` is the first of its rows.

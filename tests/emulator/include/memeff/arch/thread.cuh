@@ -16,6 +16,8 @@ CUTE_DEVICE void random_sleep() {
 #endif
 }
 
+CUTE_DEVICE void sleep_briefly() { emulator::yield(); }
+
 // Kernels run one after the other, so there is nothing to wait for.
 CUTE_DEVICE void let_next_kernel_start() {}
 CUTE_DEVICE void wait_for_kernel_before() {}

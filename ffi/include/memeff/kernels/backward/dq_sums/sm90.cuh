@@ -9,6 +9,7 @@
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dq_sums/add.cuh>
 #include <memeff/schedule/dq_semaphore_sm90.cuh>
+#include <memeff/schedule/finished_dq.cuh>
 
 namespace memeff {
 
@@ -80,7 +81,7 @@ struct TmaDqSumsSm90 {
                                   WorkItem const& item, TileRange const& tiles,
                                   uint32_t shared_tile, int thread, PipelineStage<1>& stage) {
     if (thread != kWarpSize) return;
-    Order order(params, control);
+    Order order(params, control, item);
     for_each_q_block<Config>(params, item, tiles, [&](int head, int tile, int position) {
       float* const sums =
           params.query_gradient_sum +
@@ -124,7 +125,7 @@ struct TmaDqSumsSm90 {
   struct Semaphore {
     DqSemaphore<Config> semaphore;
 
-    CUTE_DEVICE Semaphore(BackwardParams const& params, Control const& control)
+    CUTE_DEVICE Semaphore(BackwardParams const& params, Control const& control, WorkItem const&)
         : semaphore(params, control.ticket) {}
     CUTE_DEVICE void begin(int position) {
       semaphore.publish(position);
@@ -135,10 +136,19 @@ struct TmaDqSumsSm90 {
   };
   // The same interface as Semaphore, without an order.
   struct NoSemaphore {
-    CUTE_DEVICE NoSemaphore(BackwardParams const&, Control const&) {}
+    BackwardParams const& params;
+    WorkItem const& item;
+
+    CUTE_DEVICE NoSemaphore(BackwardParams const& params, Control const&, WorkItem const& item)
+        : params(params), item(item) {}
     CUTE_DEVICE void begin(int) {}
     CUTE_DEVICE void end() {}
-    CUTE_DEVICE void finish() {}
+    CUTE_DEVICE void finish() {
+      if constexpr (Config::kCountsKvBlocks) {
+        wait_tma_stores_performed();
+        FinishedDq<Config>{params}.add_kv_block(item);
+      }
+    }
   };
   using Order = cute::conditional_t<kOrdered, Semaphore, NoSemaphore>;
 };
