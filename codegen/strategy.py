@@ -40,6 +40,7 @@ _LEAST_Q_BLOCKS = 4
 """Q blocks of 64 rows for each CTA of a split-Q backward; with fewer, the sums take longer."""
 _PARTS_A_Q_BLOCK = 2
 """The number of partial sums of dk and dv that can be read from L2 in the time of one Q block."""
+_MOST_SEGMENT_BYTES = 1 << 27
 _MMA_SYNC_COST = 2
 """Relative cost of a key without wgmma: mma.sync reaches half the throughput."""
 _COMBINATION = 1024
@@ -136,10 +137,10 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     >>> rows(1, 1024, 1024, 8, 8), rows(1, 128, 32768, 8, 8), rows(8, 2048, 2048, 32, 8)
     ('consumer_groups', '64', None)
     """
-    if problem[features.PAGES].is_invariant:
-        return "64"  # one kernel for every size
     packed = sizes.group if pack_heads(problem) else 1
     rows = sizes.queries * packed
+    if problem[features.PAGES].is_invariant:
+        return "16" if _takes_segments(problem, sizes, rows, multiprocessors) else "64"
     if problem[features.PAGES].dtype != "query":
         return "16" if rows <= FEW_ROWS else "64"  # no other kernel converts keys from float8
     slices = sizes.batch * sizes.heads
@@ -166,6 +167,26 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     by_tiles = -(-plain_tiles // multiprocessors) * sizes.keys
     saves_tiles = _split_time(split_tiles, sizes.keys, multiprocessors) < by_tiles
     return "64" if rows <= 64 or few_tiles or saves_tiles else None
+
+
+def _takes_segments(problem: Problem, sizes: Sizes, rows: int, multiprocessors: int) -> bool:
+    """Whether the warps of a batch-invariant call have the same few rows and take whole segments,
+    of which each has an output in global memory. With more tiles the SMs have enough work without
+    that. A kernel for functions has only the tile of 64 rows.
+    """
+    pool = problem[features.PAGES]
+    plain = pool.dtype == "query" and not problem.asks(features.FUNCTIONS)
+    few = rows <= FEW_ROWS and sizes.batch * sizes.key_heads <= multiprocessors
+    several = features.pages.segments(sizes.keys) > 1
+    outputs = sizes.batch * sizes.heads * sizes.queries * problem.value_dim
+    return plain and few and several and segments_fit(sizes, outputs)
+
+
+def segments_fit(sizes: Sizes, outputs: int) -> bool:
+    """Whether there is memory for ``outputs`` numbers for each segment of a batch-invariant call.
+    If not, CTAs do not divide the keys of a tile, which changes no bit.
+    """
+    return features.pages.segments(sizes.keys) * outputs * 4 <= _MOST_SEGMENT_BYTES
 
 
 def _consumer_groups_time(tiles: int, keys: int, multiprocessors: int) -> float:

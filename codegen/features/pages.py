@@ -30,6 +30,11 @@ at its multiples."""
 _XLA = "pass implementation='xla'"
 
 
+def segments(keys: int) -> int:
+    """The number of segments of the keys of a batch-invariant call."""
+    return -(-keys // INVARIANT_COLUMNS)
+
+
 class AskedPages(NamedTuple):
     """The pool of a call. ``size`` is the number of keys per page, 0 if keys are not paged."""
 

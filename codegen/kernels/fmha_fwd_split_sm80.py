@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen import gpu, shared_memory, strategy
-from jax_memeff.codegen.features import PAGES, VARLEN, pages
+from jax_memeff.codegen.features import FUNCTIONS, PAGES, VARLEN, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.bases.families import MmaKernel, MmaTables, MmaTile, stage
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
@@ -235,10 +235,9 @@ _SM90_FLOAT8 = {
     ),
 }
 
-# Batch-invariant results, by padded dim: keys of a tile, CTAs per SM, stages. A warp has its own
-# rows and all keys, so outputs of a segment need no merge. Warps without rows skip the products, so
-# a decode step reads each key from shared memory once. Above head dim 128 the sum of the segments,
-# which is used once per 256 keys, spills. Nothing was measured.
+# Batch-invariant results, by padded dim: keys of a KV block, CTAs per SM, stages. A warp has its
+# own rows and all keys, so outputs of a segment need no merge. Above head dim 128 the sum of the
+# segments, which is used once per 256 keys, spills.
 _INVARIANT_SIZES = {
     gpu.SM75: {32: (128, 1, 2), 64: (64, 1, 2), 96: (64, 1, 2), 128: (32, 1, 2)}
     | dict.fromkeys((192, 256), (16, 1, 2)),
@@ -249,11 +248,23 @@ _INVARIANT_SIZES = {
     gpu.SM90: {32: (128, 2, 3), 64: (128, 2, 3), 96: (64, 2, 4), 128: (64, 2, 3)}
     | dict.fromkeys((192, 256), (64, 1, 3)),
 }
+# In a decode step one warp of that tile has rows. Here each warp has all 16 rows, and takes whole
+# segments: warps and stages by padded dim.
+_INVARIANT_DECODE = {gpu.SM90: {32: (4, 3), 64: (3, 2), 96: (4, 2), 128: (3, 2)}}
+
+
+def _invariant_tiles(own: gpu.Gpu, dim: int) -> tuple[Tile, ...]:
+    """Both tiles have the same KV blocks, because the bits depend on these."""
+    key, blocks, stages = _INVARIANT_SIZES[own][dim]
+    tiles = (_split(64, key, 4, blocks, 1, stages, "no merge of key warps"),)
+    if dim not in _INVARIANT_DECODE.get(own, {}):
+        return tiles
+    warps, stages = _INVARIANT_DECODE[own][dim]
+    return _split(16, key, warps, 1, warps, stages, "a warp takes whole segments"), *tiles
+
+
 _TILES_INVARIANT: MmaTables = {
-    own: {
-        dim: (_split(64, key, 4, blocks, 1, stages, "no merge of key warps"),)
-        for dim, (key, blocks, stages) in sizes.items()
-    }
+    own: {dim: _invariant_tiles(own, dim) for dim in sizes}
     for own, sizes in _INVARIANT_SIZES.items()
 }
 
@@ -269,10 +280,6 @@ _FLOAT8_ELEMENT_BYTES = 1
 _MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
 """Elements of a warp's output; each 1024 of them take 32 registers per lane. With twice as many,
 kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
-
-_MOST_SEGMENT_BYTES = 1 << 27
-"""The most memory for the outputs of segments. If more rows or longer tables would need more, the
-keys are not split, which changes no bit."""
 
 
 class FmhaFwdSplitSm80(MmaKernel):
@@ -299,7 +306,9 @@ class FmhaFwdSplitSm80(MmaKernel):
         dims = [dim for dim in table if not is_float8 or dim % 64 == 0]
         for padded in itertools.product(dims, dims):
             for tile in table[max(padded)]:
-                yield Row(*padded, tile)
+                # Groups of warps that take whole segments read keys of 16 bits.
+                if not (is_float8 and problem[PAGES].is_invariant and tile.query == 16):
+                    yield Row(*padded, tile)
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
@@ -310,6 +319,8 @@ class FmhaFwdSplitSm80(MmaKernel):
         rows = {"16": 16, "32": 32}.get(strategy.query_rows or "", 64)
         if (strategy.query_rows or spec[PAGES].is_float8) and spec.tile.query < rows:
             reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
+        if _groups_take_segments(spec) and problem.asks(FUNCTIONS):
+            reasons.append("its warps take different segments, and decide on KV blocks together")
         return reasons + super().reasons(spec, problem, strategy)
 
     def completed(self, spec: KernelSpec, problem: Problem, strategy_: Strategy) -> KernelSpec:
@@ -329,7 +340,8 @@ class FmhaFwdSplitSm80(MmaKernel):
         """
         tile, is_float8 = _tile(spec), spec[PAGES].is_float8
         key_bytes = _FLOAT8_ELEMENT_BYTES if is_float8 else spec.element_bytes
-        buffers = tile.key * (spec.padded_head_dim + spec.padded_value_dim) * key_bytes
+        keys = tile.key * (tile.key_warps if _groups_take_segments(spec) else 1)
+        buffers = keys * (spec.padded_head_dim + spec.padded_value_dim) * key_bytes
         loop = tile.query * spec.padded_head_dim * spec.element_bytes + tile.stages * buffers
         if is_float8:
             loop += _float8_scale_bytes(spec)
@@ -337,7 +349,10 @@ class FmhaFwdSplitSm80(MmaKernel):
         return max(loop, shared_memory.merge_bytes(spec, tile.key_warps, 2 * rows // 16))
 
     def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
-        return {"S": (spec.tile.query, spec.tile.key)}
+        tile = _tile(spec)
+        return {
+            "S": (tile.query, tile.key * (tile.key_warps if _groups_take_segments(spec) else 1))
+        }
 
     def rows_of_warps(self, spec: KernelSpec) -> tuple[int, ...]:
         """A warp owns whole rows, of some of the keys."""
@@ -351,7 +366,10 @@ class FmhaFwdSplitSm80(MmaKernel):
         rows = "K*group_rows" if spec.pack_heads else "N*T"
         grid = Grid(f"B*{rows}/{spec.tile.query}*splits")
         class_name = "FmhaForwardCombine<Config>"
-        combine = stage(spec, "combine", class_name, COMBINE_THREADS, grid=_COMBINE_GRID)
+        combine_grid = _COMBINE_GRID
+        if _groups_take_segments(spec):
+            combine_grid = combine_grid._replace(product="B*N*T")  # without splits, too
+        combine = stage(spec, "combine", class_name, COMBINE_THREADS, grid=combine_grid)
         return self.main(spec, grid, spec.block_mask("queries")), combine
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
@@ -376,12 +394,12 @@ class FmhaFwdSplitSm80(MmaKernel):
         splits = strategy.most_key_splits(tiles, sizes.keys, spec.tile.key)
         all_rows = sizes.batch * sizes.heads * sizes.queries
         if spec[PAGES].is_invariant:
-            # Each segment has a place, whichever CTA computes it. A long table needs much memory
-            # for them, so calls that fill the GPU without splits do not split their keys.
-            segments = -(-sizes.keys // pages.INVARIANT_COLUMNS)
-            fits = segments * all_rows * spec.padded_value_dim * 4 <= _MOST_SEGMENT_BYTES
-            splits = segments if tiles <= multiprocessors and fits else 1
-        if splits > 1:
+            # Each segment has a place, whichever CTA computes it.
+            outputs = all_rows * spec.padded_value_dim
+            divides = tiles <= multiprocessors and strategy.segments_fit(sizes, outputs)
+            divides = divides or _groups_take_segments(spec)
+            splits = pages.segments(sizes.keys) if divides else 1
+        if splits > 1 or _groups_take_segments(spec):
             shape = splits, all_rows
             yield Workspace("partial_logsumexp", shape)
             yield Workspace("partial_out", (*shape, spec.padded_value_dim))
@@ -393,6 +411,11 @@ def _float8_scale_bytes(spec: KernelSpec) -> int:
     by_page = "pages" in (spec[PAGES].key_scale, spec[PAGES].value_scale)
     parts = tile.stages * tile.key // pages.MULTIPLE if by_page else 0
     return 4 * (tile.query + 2 * parts)
+
+
+def _groups_take_segments(spec: KernelSpec) -> bool:
+    """``SplitTiles::kGroupsTakeSegments`` of ffi/include/memeff/kernels/forward/split/operands.cuh."""
+    return spec[PAGES].is_invariant and _tile(spec).key_warps > 1
 
 
 def _tile(spec: KernelSpec) -> Tile:

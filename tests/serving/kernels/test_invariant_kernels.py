@@ -142,6 +142,11 @@ INVARIANT = [
         "sm_80", features=("is_causal", "local_window_size", "sinks"), length=700, dims=(128, 128)
     ),
     Invariant("sm_90a", dims=(128, 128), scales=("heads", "pages"), length=600),
+    # Each of three warps of a step has one or two segments, and those before the window are masked.
+    Invariant(
+        "sm_90a", features=("is_causal", "local_window_size", "sinks"), length=1300, dims=(128, 128)
+    ),
+    Invariant("sm_90a", length=1300, dims=(72, 96)),
     Invariant("sm_80", dtype="float32", features=("is_causal", "sinks")),
     Invariant("sm_90a", features=("is_causal", "score_mod"), length=300),
     Invariant("sm_86", dims=(264, 264), length=300),

@@ -61,24 +61,27 @@ struct WarpGrid {
   }
 };
 
-// The grid of a product that a single warpgroup computes: rows and columns do not depend on which
-// warpgroup.
-template <int kRows, int kColumns>
-struct WarpgroupGrid : WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16> {
-  using Grid = WarpGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16>;
+// The grid of a product that one group of kWarps warps computes: rows and columns do not depend on
+// which group.
+template <int kRows, int kColumns, int kWarps, int kWarpRows>
+struct GroupGrid : WarpGrid<kRows, kColumns, kWarps, kWarpRows> {
+  using Grid = WarpGrid<kRows, kColumns, kWarps, kWarpRows>;
+  static constexpr unsigned kThreads = kWarps * kWarpSize;
 
-  CUTE_DEVICE static int row(unsigned thread = threadIdx.x) {
-    return Grid::row(thread % kWarpgroupSize);
-  }
+  CUTE_DEVICE static int row(unsigned thread = threadIdx.x) { return Grid::row(thread % kThreads); }
   CUTE_DEVICE static int column(unsigned thread = threadIdx.x) {
-    return Grid::column(thread % kWarpgroupSize);
+    return Grid::column(thread % kThreads);
   }
   CUTE_DEVICE static int element_row(int element, int m, unsigned thread = threadIdx.x) {
-    return Grid::element_row(element, m, thread % kWarpgroupSize);
+    return Grid::element_row(element, m, thread % kThreads);
   }
   CUTE_DEVICE static int element_column(int element, int n, unsigned thread = threadIdx.x) {
-    return Grid::element_column(element, n, thread % kWarpgroupSize);
+    return Grid::element_column(element, n, thread % kThreads);
   }
 };
+
+// The same for a warpgroup.
+template <int kRows, int kColumns>
+using WarpgroupGrid = GroupGrid<kRows, kColumns, kWarpgroupSize / kWarpSize, 16>;
 
 }  // namespace memeff

@@ -64,18 +64,24 @@ struct FmhaForwardSplitSm80 {
                                    ScoreFunction<Config, ScoreGrid, false, Config::kPackHeads>>;
 
   // Batch-invariant results: a split is a whole number of segments, see forward/segment_sum.cuh.
+  // Groups take whole segments, because the sum of a segment has one order. Their sums are added up
+  // by the combine kernel.
   static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
+  static constexpr bool kGroupsTakeSegments = Tiles::kGroupsTakeSegments;
   static constexpr int kSegmentBlocks = Config::kSegmentKeys / kTileKey;
-  // A second group would be merged only at the end, not after each segment.
-  static_assert(!kKeySegments ||
-                (Config::kSegmentKeys % kTileKey == 0 && ConsumerGroup::kConsumerGroups == 1));
+  static_assert(Config::kSegmentKeys % kTileKey == 0);
 
   // Segments end at their last block, so none is left out.
   using KvBlocks =
       cute::conditional_t<decides_tiles<Config>(),
                           FunctionBlocks<Config, Config::kPackHeads, kTileKey, !kKeySegments>,
                           BlockMaskRow<Config::kBlockMask>>;
-  using Walk = typename KvBlocks::template Walk<kStages - 1>;
+  static_assert(!kGroupsTakeSegments || !decides_tiles<Config>());
+  using GroupBlocks =
+      cute::conditional_t<kGroupsTakeSegments,
+                          SegmentsOfGroup<kSegmentBlocks, ConsumerGroup::kConsumerGroups>,
+                          KvBlocks>;
+  using Walk = typename GroupBlocks::template Walk<kStages - 1>;
 
   using QueryTile = typename Operands::QueryTile;
   using KeyTile = typename Operands::KeyTile;
@@ -111,8 +117,9 @@ struct FmhaForwardSplitSm80 {
     bool const is_partial = kKeySegments || params.splits > 1;
     TileRows const rows(shape, item.batch, item.head, row, is_partial ? 0 : mask.query_length);
     KvBlocks const of_row = blocks_of_row(params, item, mask, row);
-    KvBlocks const kv_blocks = of_row.within(blocks_of_split<kTileKey, Config::kSegmentKeys>(
+    KvBlocks const of_split = of_row.within(blocks_of_split<kTileKey, Config::kSegmentKeys>(
         of_row, mask.key_length, item.split, params.splits));
+    GroupBlocks const kv_blocks = blocks_of_group(of_split);
 
     KeyValueSource<Config> const source(params, item.batch, key_head);
     Operands operands(params, key_head, mask.key_length, query_tile + kTileBytes);
@@ -134,7 +141,7 @@ struct FmhaForwardSplitSm80 {
     cute::clear(output);
     Softmax softmax;
 
-    bool const copies_query = Operands::kCopiesQuery && !kv_blocks.empty();
+    bool const copies_query = Operands::kCopiesQuery && !of_split.empty();
     if (copies_query) load_query(params, item, row, operands, query_tile);
     commit_copies();
     Walk walk(kv_blocks);
@@ -144,7 +151,7 @@ struct FmhaForwardSplitSm80 {
       walk.copied_first();
     }
     // The conversion waits for the queries, so the copies of keys start before it.
-    bool const converts_query = !Operands::kCopiesQuery && !kv_blocks.empty();
+    bool const converts_query = !Operands::kCopiesQuery && !of_split.empty();
     if (converts_query) load_query(params, item, row, operands, query_tile);
     walk.start();
     wait_copies<kStages - 1>();
@@ -152,7 +159,7 @@ struct FmhaForwardSplitSm80 {
 
     operands.begin();
     if constexpr (kKeySegments) {
-      attend_segments(params, item, mask, rows, kv_blocks, walk, kv_tiles, operands, query_tile,
+      attend_segments(params, item, mask, rows, of_split, walk, kv_tiles, operands, query_tile,
                       softmax, output);
       return;
     }
@@ -186,6 +193,14 @@ struct FmhaForwardSplitSm80 {
     } else {
       return {range,     params.block_mask, item.batch,
               item.head, item.tile,         ceil_div(params.shape.key_length, kTileKey)};
+    }
+  }
+
+  CUTE_DEVICE static GroupBlocks blocks_of_group(KvBlocks const& of_split) {
+    if constexpr (kGroupsTakeSegments) {
+      return {of_split, ConsumerGroup::index()};
+    } else {
+      return of_split;
     }
   }
 
@@ -232,32 +247,33 @@ struct FmhaForwardSplitSm80 {
   }
 
   // The main loop of batch-invariant calls: each segment is finished and added to the sum or, with
-  // several splits, written as a partial result.
+  // several splits or groups, written as a partial result.
   template <class Output>
   CUTE_DEVICE static void attend_segments(ForwardParams const& params, SplitWorkItem const& item,
                                           Mask const& mask, TileRows const& rows,
-                                          KvBlocks const& kv_blocks, Walk const& walk,
+                                          KvBlocks const& of_split, Walk const& walk,
                                           KvTiles& kv_tiles, Operands const& operands,
                                           uint32_t query_tile, Softmax& softmax, Output& output) {
     SegmentSum<Output> sum;
+    bool const are_divided = kGroupsTakeSegments || params.splits > 1;
     float const scale = probability_scale<Config>(params) * operands.output_scale();
     auto const end_segment = [&](int tile) {
-      if ((tile + 1) % kSegmentBlocks != 0 && tile + 1 != kv_blocks.end) return;
+      if ((tile + 1) % kSegmentBlocks != 0 && tile + 1 != of_split.end) return;
       softmax.finish(output, params.scale.softmax_scale, scale,
                      LaneRowModifiers<Config, OutGrid>(params, rows));
       Operands::order_columns(output);
-      if (params.splits == 1) {
-        sum.add(output, softmax.softmax_reference);
-      } else {
+      if (are_divided) {
         store_partial(params, tile / kSegmentBlocks, softmax, output);
+      } else {
+        sum.add(output, softmax.softmax_reference);
       }
       softmax = Softmax();
       cute::clear(output);
     };
     attend(params, item, mask, rows, walk, kv_tiles, operands, query_tile, softmax, output,
            end_segment);
-    if (params.splits > 1) {
-      mark_masked_segments(params, item, mask, kv_blocks);
+    if (are_divided) {
+      mark_masked_segments(params, item, mask, of_split);
       return;
     }
     TileRows const valid_rows(params.shape, item.batch, item.head, rows.row, mask.query_length);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memeff/core/math.cuh>
+#include <memeff/mask/block_mask.cuh>
 #include <memeff/mask/interval.cuh>
 
 namespace memeff {
@@ -52,5 +53,23 @@ CUTE_DEVICE TileRange blocks_of_split(TileRange const& tiles, int key_length, in
     return {max(tiles.begin, own.begin * kBlocks), min(tiles.end, own.end * kBlocks)};
   }
 }
+
+// The KV blocks of a consumer group, if the groups take the segments of a split in turn. See
+// BlockMaskRow.
+template <int kSegmentBlocks, int kGroups>
+struct SegmentsOfGroup : TileRange {
+  template <int kAhead>
+  using Walk = RowWalk<SegmentsOfGroup, false, kAhead>;
+
+  CUTE_DEVICE SegmentsOfGroup(TileRange const& of_split, int group) : TileRange(of_split) {
+    if (group > 0) begin = (begin / kSegmentBlocks + group) * kSegmentBlocks;
+  }
+
+  CUTE_DEVICE int after(int tile) const {
+    int const next = tile + 1;
+    return next % kSegmentBlocks == 0 ? next + (kGroups - 1) * kSegmentBlocks : next;
+  }
+  CUTE_DEVICE bool partial(int) const { return true; }
+};
 
 }  // namespace memeff

@@ -11,21 +11,45 @@
 
 namespace memeff {
 
-// A sum of weighted outputs, and of the weights.
-struct PartialSum {
-  float4 out;
-  WeightSum weights;
+// Adjacent columns of a row of f32 outputs.
+template <int kCount>
+struct OutputColumns {
+  static_assert(kCount == 2 || kCount == 4);
+  using Vector = cute::conditional_t<kCount == 4, float4, float2>;
+  using Pairs = cute::conditional_t<kCount == 4, uint2, uint32_t>;
 
-  CUTE_DEVICE static PartialSum empty() {
-    return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), WeightSum::empty()};
+  alignas(Vector) float values[kCount];
+
+  CUTE_DEVICE void load(float const* source) {
+    *reinterpret_cast<Vector*>(values) = *reinterpret_cast<Vector const*>(source);
   }
 
-  CUTE_DEVICE void add(float4 const& other, float other_maximum, float other_weight) {
+  // Stores the columns times `factor`, as elements of 16 bits.
+  template <class Element>
+  CUTE_DEVICE void store(char* target, float factor) const {
+    alignas(Pairs) uint32_t pairs[kCount / 2];
+    CUTE_UNROLL
+    for (int i = 0; i < kCount / 2; ++i) {
+      pairs[i] = pack<Element>(values[2 * i] * factor, values[2 * i + 1] * factor);
+    }
+    *reinterpret_cast<Pairs*>(target) = *reinterpret_cast<Pairs const*>(pairs);
+  }
+};
+
+// A sum of weighted outputs, and of the weights.
+template <int kCount>
+struct PartialSum {
+  using Columns = OutputColumns<kCount>;
+
+  Columns out;
+  WeightSum weights;
+
+  CUTE_DEVICE static PartialSum empty() { return {{}, WeightSum::empty()}; }
+
+  CUTE_DEVICE void add(Columns const& other, float other_maximum, float other_weight) {
     SumFactors const factors = weights.add(other_maximum, other_weight);
-    out.x = factors.add(out.x, other.x);
-    out.y = factors.add(out.y, other.y);
-    out.z = factors.add(out.z, other.z);
-    out.w = factors.add(out.w, other.w);
+    CUTE_UNROLL
+    for (int i = 0; i < kCount; ++i) out.values[i] = factors.add(out.values[i], other.values[i]);
   }
 };
 
@@ -35,20 +59,21 @@ struct FmhaForwardCombine {
   using Element = typename Config::Element;
   using Rows = PackedRows<Config::kPackHeads>;
   static constexpr int kThreads = 128;
-  static constexpr int kBlocksPerSm = 8;
 
-  // A thread has four columns of a row. If a row has many splits, several such sets of threads
-  // divide them.
-  static constexpr int kColumnThreads = Config::kValueDim / 4;
+  // If a row has many splits, several sets of threads divide them. Segments are added up by one
+  // set, because their order matters; with hundreds of them the time is that of loads that wait for
+  // each other, so each thread has fewer columns and more loads in flight.
+  static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
+  static constexpr int kBlocksPerSm = kKeySegments ? 3 : 8;
+  static constexpr int kColumns = kKeySegments ? 2 : 4;  // of a thread
+  static constexpr int kUnroll = kKeySegments ? 32 : 4;
+  static constexpr int kColumnThreads = Config::kValueDim / kColumns;
   static constexpr int kSets = kThreads / kColumnThreads;
   static_assert(kSets > 0);
-
-  static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
-  static constexpr int kUnroll = kKeySegments ? 8 : 4;
+  using Sum = PartialSum<kColumns>;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
     long long const rows = partial_rows(params.shape);
-    // Segments are added up by one set of threads, because their order matters.
     int const row_sets = kKeySegments ? 1 : min(params.splits, kSets);
     int const block_rows = kSets / row_sets;
     long long const step = (long long)gridDim.x * block_rows;
@@ -61,24 +86,26 @@ struct FmhaForwardCombine {
   // Combines the rows [first, first + count), each with row_sets sets of threads.
   CUTE_DEVICE static void combine(ForwardParams const& params, long long first, int count,
                                   int row_sets) {
-    auto& sums = static_shared<PartialSum[kSets][kColumnThreads]>();
+    auto& sums = static_shared<Sum[kSets][kColumnThreads]>();
     int const set = threadIdx.x / kColumnThreads;
     int const column_thread = threadIdx.x % kColumnThreads;
     long long const row = first + set / row_sets;
     bool const active = set / row_sets < count;
-    PartialSum sum = PartialSum::empty();
+    Sum sum = Sum::empty();
     if (active) {
       int const parts = kKeySegments ? segments(params, row) : params.splits;
 #pragma unroll kUnroll
       for (int split = set % row_sets; split < parts; split += row_sets) {
         long long const index = split * partial_rows(params.shape) + row;
         float const logsumexp = params.partial_logsumexp[index];
-        float const* const out = params.partial_out + index * Config::kValueDim + 4 * column_thread;
-        float4 part = *reinterpret_cast<float4 const*>(out);
+        float const* const out =
+            params.partial_out + index * Config::kValueDim + kColumns * column_thread;
+        typename Sum::Columns part;
+        part.load(out);
         // The output of a masked segment is uninitialized. It is loaded and discarded, because a
         // branch around the load would make the loads of all segments wait for each other.
         bool const is_written = !kKeySegments || logsumexp != -infinity();
-        if (!is_written) part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (!is_written) part = {};
         sum.add(part, logsumexp, 1.0f);
       }
       sums[set][column_thread] = sum;
@@ -86,10 +113,10 @@ struct FmhaForwardCombine {
     __syncthreads();
     if (active && set % row_sets == 0) {
       for (int other = 1; other < row_sets; ++other) {
-        PartialSum const& found = sums[set + other][column_thread];
+        Sum const& found = sums[set + other][column_thread];
         sum.add(found.out, found.weights.maximum, found.weights.weight);
       }
-      store(params, row, 4 * column_thread, sum);
+      store(params, row, kColumns * column_thread, sum);
     }
     __syncthreads();  // every thread has read the sums
   }
@@ -102,9 +129,9 @@ struct FmhaForwardCombine {
     return ceil_div(keys, Config::kSegmentKeys);
   }
 
-  // Finishes a row with its modifiers and writes four columns of it.
+  // Finishes a row with its modifiers and writes a thread's columns of it.
   CUTE_DEVICE static void store(ForwardParams const& params, long long partial_row, int column,
-                                PartialSum const& sum) {
+                                Sum const& sum) {
     ProblemShape const& shape = params.shape;
     Rows const rows(shape);
     int const row_count = rows.count(shape.query_length);
@@ -125,9 +152,7 @@ struct FmhaForwardCombine {
     if (column < shape.value_dim) {
       float const scale = end().factor;
       char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
-      *reinterpret_cast<uint2*>(out + column * sizeof(Element)) =
-          make_uint2(pack<Element>(sum.out.x * scale, sum.out.y * scale),
-                     pack<Element>(sum.out.z * scale, sum.out.w * scale));
+      sum.out.template store<Element>(out + column * sizeof(Element), scale);
     }
   }
 };

@@ -21,6 +21,7 @@ struct FmhaForwardLatentCombine {
   using Mask = IntervalMask<Config::kMask, true, Config::kPositions>;
   using Schedule = BalancedKeys<Config, Mask>;
   static constexpr int kTileQuery = Config::kTileQuery;
+  using Sum = PartialSum<4>;
   static constexpr int kRows = Config::kCombineRows;
   static constexpr int kThreads = Config::kValueDim / 4;
   static constexpr int kBlocksPerSm = Config::kCombineBlocksPerSm;
@@ -58,9 +59,9 @@ struct FmhaForwardLatentCombine {
     if (keys.begin < keys.end) {
       parts = params.tile_parts[Schedule::index(shape, batch, head, tile)];
     }
-    PartialSum sums[kRows];
+    Sum sums[kRows];
     CUTE_UNROLL
-    for (PartialSum& sum : sums) sum = PartialSum::empty();
+    for (Sum& sum : sums) sum = Sum::empty();
     if (parts.count > 1) {
       CUTE_NO_UNROLL
       for (int part = 0; part < parts.count; ++part) {
@@ -79,15 +80,14 @@ struct FmhaForwardLatentCombine {
   }
 
   // Adds one partial result to the sums of all rows; the first row is `row` of the partial results.
-  CUTE_DEVICE static void add(ForwardParams const& params, long long row,
-                              PartialSum (&sums)[kRows]) {
-    float4 outputs[kRows];
+  CUTE_DEVICE static void add(ForwardParams const& params, long long row, Sum (&sums)[kRows]) {
+    typename Sum::Columns outputs[kRows];
     float logsumexps[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const* const out =
           params.partial_out + (row + r) * Config::kValueDim + 4 * int(threadIdx.x);
-      outputs[r] = *reinterpret_cast<float4 const*>(out);
+      outputs[r].load(out);
       logsumexps[r] = params.partial_logsumexp[row + r];
     }
     CUTE_UNROLL
@@ -95,7 +95,7 @@ struct FmhaForwardLatentCombine {
   }
 
   CUTE_DEVICE static void store(ForwardParams const& params, int batch, int key_head, int row,
-                                bool valid, PartialSum const& sum) {
+                                bool valid, Sum const& sum) {
     ProblemShape const& shape = params.shape;
     PackedRows<true> const rows(shape);
     int const query = rows.query(row);
@@ -109,9 +109,7 @@ struct FmhaForwardLatentCombine {
     int const column = 4 * int(threadIdx.x);
     if (column >= shape.value_dim) return;
     char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
-    *reinterpret_cast<uint2*>(out + column * sizeof(Element)) =
-        make_uint2(pack<Element>(sum.out.x * end.factor, sum.out.y * end.factor),
-                   pack<Element>(sum.out.z * end.factor, sum.out.w * end.factor));
+    sum.out.template store<Element>(out + column * sizeof(Element), end.factor);
   }
 
   // Clears this CTA's part of the query rows that belong to no sequence. Each lane of a warp checks

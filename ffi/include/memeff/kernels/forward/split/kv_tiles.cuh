@@ -31,8 +31,8 @@ struct SplitKvTiles {
   // the waits stay correct.
   CUTE_DEVICE void load(int tile, int stage, Operands const& operands) {
     if (tile < end) {
-      int const column =
-          tile * Tiles::kTileKey + ConsumerGroup::index() * Tiles::kConsumerGroupKeys;
+      int const group = Tiles::kGroupsTakeSegments ? 0 : ConsumerGroup::index();
+      int const column = tile * Tiles::kTileKey + group * Tiles::kConsumerGroupKeys;
       uint32_t const stage_tiles = shared + stage * kStageBytes;
       pages.seek(column);
       keys.load(column, stage_tiles, pages, ConsumerGroup::thread());

@@ -8,7 +8,8 @@
 
 namespace memeff {
 
-// How warps divide a score tile and an output tile.
+// How warps divide a score tile and an output tile. The groups of a batch-invariant kernel have a
+// KV block of kTileKey keys each, of different segments; other groups divide the keys of one block.
 template <class Config>
 struct SplitTiles {
   static constexpr int kThreads = Config::kWarps * kWarpSize;
@@ -17,10 +18,16 @@ struct SplitTiles {
 
   using ConsumerGroup = WarpConsumerGroups<Config::kWarps, Config::kKeyWarps>;
   static constexpr int kWarpRows = kTileQuery / ConsumerGroup::kWarps;
-  static constexpr int kConsumerGroupKeys = kTileKey / Config::kKeyWarps;
-  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
-  using OutGrid =
-      WarpGrid<kTileQuery, Config::kValueDim, ConsumerGroup::kWarps, kWarpRows>;  // per group
+  static constexpr bool kGroupsTakeSegments = Config::kSegmentKeys > 0 && Config::kKeyWarps > 1;
+  static constexpr int kConsumerGroupKeys =
+      kGroupsTakeSegments ? kTileKey : kTileKey / Config::kKeyWarps;
+  template <int kColumns, int kWarps>
+  using Grid =
+      cute::conditional_t<kGroupsTakeSegments,
+                          GroupGrid<kTileQuery, kColumns, ConsumerGroup::kWarps, kWarpRows>,
+                          WarpGrid<kTileQuery, kColumns, kWarps, kWarpRows>>;
+  using ScoreGrid = Grid<kTileKey, Config::kWarps>;
+  using OutGrid = Grid<Config::kValueDim, ConsumerGroup::kWarps>;  // per group
   static_assert(ScoreGrid::kWarpColumns == kConsumerGroupKeys && OutGrid::kColumnWarps == 1);
 };
 
