@@ -13,8 +13,8 @@ from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm90 import FmhaFwdLargeDimSm
 from jax_memeff.codegen.kernels.fmha_fwd_latent_sm90 import FmhaFwdLatentSm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm80 import FmhaFwdSm80
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90
-from jax_memeff.codegen.kernels.fmha_fwd_split_sm80 import FmhaFwdSplitSm80
 from jax_memeff.codegen.kernels.large_dim.fmha_bwd_large_dim_sm90 import FmhaBwdLargeDimSm90
+from jax_memeff.codegen.kernels.split.fmha_fwd_split_sm80 import FmhaFwdSplitSm80
 from jax_memeff.codegen.kernels.tangent.fmha_tangent_sm90 import FmhaTangentSm90
 from jax_memeff.codegen.spec import Kernel
 

@@ -11,7 +11,7 @@ from jax_memeff.codegen import emit, gpu, select, strategy, support
 from jax_memeff.codegen.features import BIAS, FUNCTIONS, AskedBias, AskedPages
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.kernels.bases.families import LARGE_DIM, MmaTile
-from jax_memeff.codegen.kernels.fmha_fwd_split_sm80 import Tile as SplitTile
+from jax_memeff.codegen.kernels.split.tiles import Tile as SplitTile
 from jax_memeff.codegen.problem import REQUIRED_DIRECTIONS
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import SPEC_DTYPES

@@ -1,0 +1,1 @@
+"""The forward with split keys, for few query rows."""
