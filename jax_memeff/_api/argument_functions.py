@@ -17,9 +17,10 @@ from jax_memeff.codegen.functions.program import Program
 def score_mod(
     value: Any, query_dtype: Any, scaling: Scaling, traced_scale: jax.Array | None
 ) -> tuple[Scaling, Program | None, tuple[jax.Array, ...]]:
-    """The program of a call's scores, the arrays that it reads, [1, ...], and the other scaling.
+    """The static scaling and the program of a call, and the arrays that it reads, [1, ...].
 
-    The program is None if the scaling alone does the same.
+    The program contains the traced scale, the soft cap and the function. It is None if the scaling
+    alone does the same.
 
     Args:
         value: the argument of ``dot_product_attention``.

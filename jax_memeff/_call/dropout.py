@@ -69,6 +69,7 @@ def of_call(
 
 
 def checked_rate(value: Any) -> float:
+    """The rate of a call: a static number in [0, 1)."""
     rate = static_number(
         "dropout_rate", value, "pass a Python number (jax.jit's static_argnames helps)"
     )

@@ -81,7 +81,5 @@ class Options:
 
     @property
     def position_multiple(self) -> tuple[int, str]:
-        """The multiple at which a device's rows and columns must begin, and the feature that needs
-        it.
-        """
+        """The multiple at which a device's rows and columns begin, and which feature needs it."""
         return (RANDOM_BLOCK, "dropout") if self.dropout_threshold else (1, "")
