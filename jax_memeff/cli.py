@@ -25,7 +25,7 @@ from jax_memeff._command import archives, argument_types, output, tables, tiles
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
-from jax_memeff.codegen.features import BY_NAME, FEATURES, FUNCTIONS, SOFT_CAP
+from jax_memeff.codegen.features import BY_NAME, FEATURES
 from jax_memeff.codegen.problem import (
     DIRECTIONS,
     DTYPES,
@@ -272,17 +272,11 @@ def _features(options: argparse.Namespace, sums_gradients: bool) -> dict[str, An
     """
     features = {feature.name: feature.from_flags(options) for feature in FEATURES}
     names = options.score_function, options.mask_function
-    if names != (None, None):
-        # Tracing imports JAX, which the other commands do not need.
-        named_functions = importlib.import_module("jax_memeff._cuda.named_functions")
-        features[FUNCTIONS.name] = named_functions.asked(
-            *names,
-            soft_cap=options.soft_cap,
-            gradients=sums_gradients,
-            deterministic=options.deterministic,
-        )
-        features[SOFT_CAP.name] &= options.score_function is None  # otherwise part of the function
-    return features
+    if names == (None, None):
+        return features
+    # Tracing imports JAX, which the other commands do not need.
+    named_functions = importlib.import_module("jax_memeff._cuda.named_functions")
+    return named_functions.added(features, *names, gradients=sums_gradients)
 
 
 def _archs(options: argparse.Namespace) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ SOFT_CAP = Flag(
     "soft cap",
     constant="kSoftCap",
     tag="softcap",
-    asked_by=lambda call: call.options.soft_cap is not None,
+    asked_by=lambda call: call.options.scaling.soft_cap is not None,
     modifies="scores",
     values=(None, 2.0),
 )

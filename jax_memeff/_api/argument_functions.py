@@ -9,20 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.scaling import Scaling
 from jax_memeff._functions.trace import traced_score_function
 from jax_memeff.codegen.functions.program import Program
 
 
 def score_mod(
-    value: Any, query_dtype: Any, scale: jax.Array | None, soft_cap: float | None
-) -> tuple[Program | None, tuple[jax.Array, ...]]:
-    """The program of scale, soft cap and function, and the arrays that it reads, [1, ...].
+    value: Any, query_dtype: Any, scaling: Scaling, traced_scale: jax.Array | None
+) -> tuple[Scaling, Program | None, tuple[jax.Array, ...]]:
+    """The static scaling and the program of a call, and the arrays that it reads, [1, ...].
+
+    The program contains the traced scale, the soft cap and the function. It is None if the scaling
+    alone does the same.
 
     Args:
         value: the argument of ``dot_product_attention``.
         query_dtype: if it is float64, the scores are, too.
-        scale: the traced scale, or None. With neither a scale nor a function there is no program.
-        soft_cap: as in ``dot_product_attention``.
+        scaling: the static scaling of the call.
+        traced_scale: or None.
     """
     if isinstance(value, Mask):
         raise TypeError(
@@ -34,16 +38,17 @@ def score_mod(
             f"lambda s, b, h, q, k: s + slopes[h] * (k - q), got {value!r:.80}; an array to add is "
             "bias"
         )
-    if value is None and scale is None:
-        return None, ()
+    if value is None and traced_scale is None:
+        return scaling, None, ()
     is_wide = query_dtype == np.dtype("float64")
     program, arrays = traced_score_function(
         _same_score if value is None else value,
         "float64" if is_wide else "float32",
-        scale=scale,
-        soft_cap=soft_cap,
+        scaling.before_function(traced_scale),
     )
-    return program, tuple(jnp.asarray(x)[None] for x in arrays)
+    if traced_scale is None and (same := scaling.instead_of(program)) is not None:
+        return same, None, ()
+    return scaling.without_cap(), program, tuple(jnp.asarray(x)[None] for x in arrays)
 
 
 def _same_score(score: jax.Array, b: Any, h: Any, q: Any, k: Any) -> jax.Array:

@@ -1,18 +1,13 @@
-"""Checks of static numbers, choices and the dropout key."""
+"""Checks of static numbers and choices."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
-from jax_memeff._call import dropout
-from jax_memeff._call.values import INT32_MAX, score_dtype, static_integer, static_number
+from jax_memeff._call.values import INT32_MAX, static_integer
 
 _PRECISIONS: dict[Any, Literal["tf32x3", "tf32"]] = {
     None: "tf32x3",
@@ -23,96 +18,6 @@ _PRECISIONS: dict[Any, Literal["tf32x3", "tf32"]] = {
     jax.lax.Precision.HIGH: "tf32x3",
     jax.lax.Precision.DEFAULT: "tf32",
 }
-
-
-def scale(value: Any, head_dim: int, dtype: Any) -> float:
-    """The factor of the scores; ``dtype`` is query's."""
-    if value is None:
-        if head_dim == 0:
-            raise ValueError(
-                "scale must be given when the head dim is 0: expected a number, got None, and "
-                "the default 1/sqrt(head dim) does not exist"
-            )
-        return 1.0 / math.sqrt(head_dim)
-    number = static_number("scale", value, "multiply query by it and pass scale=1.0")
-    least, most = _range_of_factors(dtype)
-    if number != 0 and not least <= abs(number) <= most:
-        raise ValueError(
-            f"scale must be 0 or between {least:.3g} and {most:.3g} in magnitude, for scores in "
-            f"{_accumulator(dtype)}, got {number}"
-        )
-    return number
-
-
-def traced_scale(value: Any, dtype: Any) -> jax.Array | None:
-    """A traced factor of the scores in their dtype; None if it is static."""
-    if not isinstance(value, Tracer):
-        return None
-    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
-    if value.shape != () or not is_real:
-        raise TypeError(
-            f"scale must be one number, got a traced array of {value.dtype} and shape "
-            f"{value.shape}; for one scale per head use score_mod"
-        )
-    return value.astype(score_dtype(dtype))
-
-
-def soft_cap(value: Any, scale: float, dtype: Any) -> float | None:
-    """The cap of the scores, or None; ``dtype`` is query's."""
-    if value is None:
-        return None
-    cap = static_number(
-        "logits_soft_cap",
-        value,
-        "pass a Python number (a cap cannot be folded into query; jax.jit's static_argnames helps)",
-    )
-    if cap <= 0:
-        raise ValueError(f"logits_soft_cap must be > 0, got {cap}; pass None for no cap")
-    # Kernels compute cap * tanh((scale / cap) * q.k), so the quotient must fit, too. A score below
-    # cap * least counts as 0, because its quotient is denormal: with larger caps that would show.
-    least, most = _range_of_factors(dtype)
-    lowest, highest = (
-        max(least, abs(scale) / most),
-        most * float(jnp.finfo(_accumulator(dtype)).eps),
-    )
-    if scale != 0:
-        highest = min(highest, abs(scale) / least)
-    if not lowest <= cap <= highest:
-        raise ValueError(
-            f"logits_soft_cap must be between {lowest:.3g} and {highest:.3g}, for scores in "
-            f"{_accumulator(dtype)} and scale {scale:.3g}, got {cap}"
-        )
-    return cap
-
-
-def _accumulator(dtype: Any) -> np.dtype:
-    return score_dtype(dtype)
-
-
-def _range_of_factors(dtype: Any) -> tuple[float, float]:
-    """The normal numbers x of the scores' dtype for which 1/x and x * log2(e) are normal, too."""
-    info = jnp.finfo(_accumulator(dtype))
-    return float(info.smallest_normal), 2.0 ** (info.maxexp - 2)
-
-
-def dropout_rate(value: Any) -> float:
-    rate = static_number(
-        "dropout_rate", value, "pass a Python number (jax.jit's static_argnames helps)"
-    )
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
-    return rate
-
-
-def dropout_key(value: Any, rate: float) -> None:
-    if value is None:
-        if rate == 0:
-            return
-        raise ValueError(
-            "dropout_key must be given when dropout_rate > 0: expected a jax.random key, got None; "
-            "pass dropout_key=jax.random.key(seed) or dropout_rate=0.0"
-        )
-    dropout.require_key(value)
 
 
 def precision(value: Any) -> Literal["tf32x3", "tf32"]:

@@ -11,7 +11,7 @@ import jax
 
 from jax_memeff._api import argument_arrays, argument_functions, argument_masks
 from jax_memeff._api import argument_numbers as numbers
-from jax_memeff._call import dropout, functions, max_logits
+from jax_memeff._call import dropout, functions, max_logits, scaling
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import checked as offsets_of_call
 from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands
@@ -19,7 +19,6 @@ from jax_memeff._call.options import Options
 from jax_memeff._call.values import flag
 from jax_memeff._op import vjp
 from jax_memeff._sharding import explicit
-from jax_memeff.codegen.functions import builtin
 
 AnyOperands = TypeVar("AnyOperands", Operands, QkvPackedOperands)
 
@@ -92,33 +91,8 @@ def common(
     Raises:
         ValueError, TypeError: as ``dot_product_attention`` says.
     """
-    rate = numbers.dropout_rate(arguments["dropout_rate"])
-    traced_scale = numbers.traced_scale(arguments["scale"], dtype)
-    is_static = traced_scale is None
-    scale = numbers.scale(arguments["scale"] if is_static else 1.0, head_dim, dtype)
-    soft_cap = numbers.soft_cap(arguments["logits_soft_cap"], scale, dtype)
-    score_function, captured = argument_functions.score_mod(
-        arguments["score_mod"], dtype, traced_scale, soft_cap
-    )
-    if score_function is not None:
-        argument, soft_cap = soft_cap, None  # now part of the function
-        if is_static and builtin.is_identity(score_function):
-            score_function, captured = None, ()
-        elif is_static and (cap := builtin.soft_cap(score_function)) is not None:
-            # The cap comes from the function, or from the argument if the function returns its
-            # score.
-            score_function, soft_cap = None, cap if argument is None else argument
-    options = Options(
-        scale=scale,
-        soft_cap=soft_cap,
-        score_function=score_function,
-        dropout_threshold=dropout.threshold(rate),
-        precision=numbers.precision(arguments["precision"]),
-        deterministic_backward=flag("deterministic_backward", arguments["deterministic_backward"]),
-        implementation=numbers.implementation(arguments["implementation"]),
-        residual_checkpoint_name=numbers.residual_checkpoint_name(
-            arguments["residual_checkpoint_name"]
-        ),
+    own, score_function, captured = argument_functions.score_mod(
+        arguments["score_mod"], dtype, *scaling.of_call(arguments, head_dim, dtype)
     )
     combined = argument_masks.mask(mask, scores, tokens)
     if flag("is_causal", arguments["is_causal"]):
@@ -128,10 +102,18 @@ def common(
         combined &= Mask.window(*window)
 
     offsets = offsets_of_call(arguments["offsets"], scores[0], scores[1])
-    key, state = arguments["dropout_key"], None
-    numbers.dropout_key(key, rate)
-    if options.dropout_threshold:
-        state = dropout.state(key, scores[0], scores[1], offsets)
+    threshold, state = dropout.of_call(arguments, scores[0], scores[1], offsets)
+    options = Options(
+        own,
+        score_function=score_function,
+        dropout_threshold=threshold,
+        precision=numbers.precision(arguments["precision"]),
+        deterministic_backward=flag("deterministic_backward", arguments["deterministic_backward"]),
+        implementation=numbers.implementation(arguments["implementation"]),
+        residual_checkpoint_name=numbers.residual_checkpoint_name(
+            arguments["residual_checkpoint_name"]
+        ),
+    )
     arrays = {
         "bias": argument_arrays.bias(bias, dtype, scores),
         "sinks": argument_arrays.sinks(arguments["sinks"], dtype, scores[1]),

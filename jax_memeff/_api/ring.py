@@ -21,7 +21,7 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
 from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.options import RANDOM_BLOCK
+from jax_memeff._call.options import Options
 from jax_memeff._call.values import flag
 from jax_memeff._ring import all_to_all, derivatives
 from jax_memeff._ring.forward_backward import valid_rows
@@ -186,7 +186,7 @@ def ring_attention(
     by_heads = method == "all_to_all"
     scores = (batch, heads, rows, devices * columns)
     longest = devices * rows, devices * columns
-    _lengths_suit(axis_name, layout, rows, columns, 0 if by_heads else named["dropout_rate"])
+    _lengths_suit(axis_name, layout, rows, columns)
     _positions_fit(axis_name, longest)
     if by_heads:
         all_to_all.check_heads(axis_name, devices, heads, key.shape[2])
@@ -197,6 +197,8 @@ def ring_attention(
     options, combined, arrays = common(
         query.dtype, head_dim, scores, bias, mask if is_array else None, named
     )
+    if not by_heads:
+        _chunks_suit(axis_name, layout, rows, columns, options)
     _no_local_arrays(mask)
     combined &= argument_masks.padded_lengths(named, batch, longest, batched)
     if isinstance(mask, Mask):
@@ -254,7 +256,7 @@ def _devices(axis_name: AxisName) -> int:
         ) from None
 
 
-def _lengths_suit(axis_name: AxisName, layout: Layout, rows: int, columns: int, rate: Any) -> None:
+def _lengths_suit(axis_name: AxisName, layout: Layout, rows: int, columns: int) -> None:
     chunks = LAYOUTS[layout]
     for name, length in (("query", rows), ("key", columns)):
         if length % chunks:
@@ -264,11 +266,20 @@ def _lengths_suit(axis_name: AxisName, layout: Layout, rows: int, columns: int, 
                 f"{chunks} times the size of the axis, and mask what is padded by "
                 "key_value_seq_lengths"
             )
-        if numbers.dropout_rate(rate) and length // chunks % RANDOM_BLOCK:
+
+
+def _chunks_suit(
+    axis_name: AxisName, layout: Layout, rows: int, columns: int, options: Options
+) -> None:
+    """Check that every chunk begins at a position that the call's features accept."""
+    multiple, cause = options.position_multiple
+    multiple *= LAYOUTS[layout]
+    for name, length in (("query", rows), ("key", columns)):
+        if length % multiple:
             raise ValueError(
-                f"{name}: with dropout, layout {layout!r} needs a multiple of "
-                f"{chunks * RANDOM_BLOCK} positions on each device of axis {axis_name!r}, got "
-                f"{length}; pad the sequence, and mask what is padded by key_value_seq_lengths"
+                f"{name}: with {cause}, layout {layout!r} needs a multiple of {multiple} positions "
+                f"on each device of axis {axis_name!r}, got {length}; pad the sequence, and mask "
+                "what is padded by key_value_seq_lengths"
             )
 
 

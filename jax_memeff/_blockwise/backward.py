@@ -186,7 +186,8 @@ def _backward_loops(
         dquery = None if sums.query is None else problem.zeros(*query.shape)
         block = lax.fori_loop(0, cols.count, key_block, sums._replace(query=dquery))
         if sums.query is not None and block.query is not None:
-            dquery = read_block(sums.query, row, rows.size, 3) + block.query * problem.options.scale
+            scale = problem.options.scaling.scale
+            dquery = read_block(sums.query, row, rows.size, 3) + block.query * scale
             dquery = write_block(sums.query, dquery, (3, row))
         return block._replace(query=dquery)
 

@@ -148,7 +148,7 @@ def _row_sums(operands: Operands, options: Options, lse: jax.Array) -> Sums:
     bias = None if operands.bias is None else widened(operands.bias)
     keys = _blocks(widened(problem.key), cols, 2), _blocks(widened(problem.value), cols, 2)
     queries = (
-        _blocks(widened(problem.query) * options.scale, rows, 3),
+        _blocks(widened(problem.query) * options.scaling.scale, rows, 3),
         _blocks(grouped(lse[..., None], operands.key.shape[2]), rows, 3),
     )
 

@@ -132,7 +132,7 @@ class Problem:
     def query_tile(self, start: jax.Array) -> jax.Array:
         """The query rows of one block, times the scale."""
         tile = lax.dynamic_slice_in_dim(self.query, start, self.rows.size, 3)
-        return tile.astype(self.accumulator) * self.options.scale
+        return tile.astype(self.accumulator) * self.options.scaling.scale
 
     def key_tile(self, start: jax.Array) -> jax.Array:
         if self.operands.pages is not None:
@@ -193,11 +193,7 @@ class Problem:
             bias = bias.astype(self.accumulator)
         coordinates = self._coordinates(row, col)
         valid = self._valid(bias, coordinates, row, col, first_row, first_col)
-        scores = dot("bkgth,bksh->bkgts", query, key)
-        cap_slope = None
-        if options.soft_cap is not None:
-            capped = jnp.tanh(scores / options.soft_cap)
-            scores, cap_slope = options.soft_cap * capped, 1 - capped * capped
+        scores, slope = options.scaling.capped(dot("bkgth,bksh->bkgts", query, key))
         function = None
         if coordinates is not None and options.score_function is not None:
             function = functools.partial(self._function, coordinates, valid)
@@ -213,7 +209,7 @@ class Problem:
             if function is not None:
                 _, transpose, _ = jax.vjp(function, before, captured, has_aux=True)
                 dscores, gradients = transpose(dscores)
-            return dscores if cap_slope is None else dscores * cap_slope, gradients
+            return dscores if slope is None else dscores * slope, gradients
 
         kept = dropout.kept(self.operands, options, row, col, (self.rows.size, self.cols.size))
         return Tile(scores, pull, None if kept is None else self.per_head(kept))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -39,6 +40,42 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 
 Words = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def of_call(
+    arguments: Mapping[str, Any], batch: int, num_heads: int, offsets: Offsets | None
+) -> tuple[int, DropoutState | None]:
+    """The threshold and the state of a call; the state is None if nothing is dropped.
+
+    Args:
+        arguments: all of ``CommonArguments``.
+        batch: B, the batch size of this call.
+        num_heads: N, the number of query heads of this call.
+        offsets: those of the call.
+
+    Raises:
+        ValueError, TypeError: as ``dot_product_attention`` says.
+    """
+    byte, key = threshold(checked_rate(arguments["dropout_rate"])), arguments["dropout_key"]
+    if key is None:
+        if byte == 0:
+            return 0, None
+        raise ValueError(
+            "dropout_key must be given when dropout_rate > 0: expected a jax.random key, got None; "
+            "pass dropout_key=jax.random.key(seed) or dropout_rate=0.0"
+        )
+    _require_key(key)
+    return byte, _state(key, batch, num_heads, offsets) if byte else None
+
+
+def checked_rate(value: Any) -> float:
+    """The rate of a call: a static number in [0, 1)."""
+    rate = static_number(
+        "dropout_rate", value, "pass a Python number (jax.jit's static_argnames helps)"
+    )
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
+    return rate
 
 
 def threshold(rate: float) -> int:
@@ -220,7 +257,7 @@ def kept(
     return jax.vmap(one)(state.key_words, state.batch_base, *starts)
 
 
-def require_key(value: Any) -> None:
+def _require_key(value: Any) -> None:
     """Raise unless the value is a single typed or legacy JAX random key.
 
     Raises:
@@ -288,12 +325,19 @@ def state(
     >>> state(jax.random.key(0), 2, 4).batch_base
     Array([0, 4], dtype=uint32)
     """
-    require_key(dropout_key)
+    _require_key(dropout_key)
     for name, size in (("batch", batch), ("num_heads", num_heads)):
         if not export.is_symbolic_dim(size):
             values.size(name, size)
     if not isinstance(offsets, Offsets | None):
         raise TypeError(f"offsets must be jax_memeff.Offsets or None, got {offsets!r:.80}")
+    return _state(dropout_key, batch, num_heads, offsets)
+
+
+def _state(
+    dropout_key: jax.Array, batch: int, num_heads: int, offsets: Offsets | None
+) -> DropoutState:
+    """The same as :func:`state`, for checked arguments."""
     offsets = Offsets() if offsets is None else offsets
     global_heads = num_heads if offsets.num_heads is None else offsets.num_heads
 
@@ -306,3 +350,14 @@ def state(
         batch_base=(unsigned(offsets.batch) + lax.iota(jnp.uint32, batch)) * unsigned(global_heads),
         head_index=unsigned(offsets.head) + lax.iota(jnp.uint32, num_heads),
     )
+
+
+def broadcast(operands: Operands) -> Operands:
+    """The same call with the bits of batch index 0 and head 0 for every batch index and head."""
+    own = operands.dropout
+    if own is None:
+        return operands
+    same = own._replace(
+        batch_base=jnp.zeros_like(own.batch_base), head_index=jnp.zeros_like(own.head_index)
+    )
+    return operands._replace(dropout=same)

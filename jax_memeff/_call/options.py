@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jax_memeff._call.scaling import Scaling
 from jax_memeff.codegen.functions.program import Program
 
 Implementation = Literal["cuda", "xla"]
@@ -54,8 +55,7 @@ class Divisors:
 class Options:
     """The static part of a call: hashable, and a parameter of the primitives."""
 
-    scale: float
-    soft_cap: float | None = None
+    scaling: Scaling
     score_function: Program | None = None
     """The user's function of the scores; its arrays are ``Operands.captured``."""
     dropout_threshold: int = 0
@@ -80,6 +80,6 @@ class Options:
         return 256 / (256 - self.dropout_threshold)
 
     @property
-    def row_multiple(self) -> tuple[int, str]:
-        """The multiple at which each device's rows must begin, and the feature that needs it."""
+    def position_multiple(self) -> tuple[int, str]:
+        """The multiple at which a device's rows and columns begin, and which feature needs it."""
         return (RANDOM_BLOCK, "dropout") if self.dropout_threshold else (1, "")

@@ -8,7 +8,7 @@ are traced, because the work is divided differently if there is little of it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -34,6 +34,7 @@ class Model(NamedTuple):
     ``windows`` has the number of keys to the left that the layers see, None for all of them;
     ``traced`` says that layers of different windows also run in one ``scan``. ``latent`` is
     multi-head latent attention: ``value_dim`` in training, latent vectors in decoding.
+    ``arguments`` are further arguments of every call.
     """
 
     heads: int
@@ -41,15 +42,15 @@ class Model(NamedTuple):
     head_dim: int
     windows: tuple[int | None, ...] = (None,)
     traced: bool = False
-    soft_cap: float | None = None
     sinks: bool = False
     latent: bool = False
+    arguments: Mapping[str, Any] = {}
 
 
 MODELS = {
     "llama": Model(32, 8, 128),
     "gemma": Model(16, 8, 256, windows=(None, 1023), traced=True),
-    "gemma-2": Model(16, 8, 256, windows=(None, 4095), soft_cap=50.0),
+    "gemma-2": Model(16, 8, 256, windows=(None, 4095), arguments={"logits_soft_cap": 50.0}),
     "gpt-oss": Model(64, 8, 64, windows=(None, 127), traced=True, sinks=True),
     "deepseek": Model(128, 128, 192, latent=True),
 }
@@ -175,7 +176,7 @@ def _mask(window, left: jax.Array, alignment: Literal["top_left", "bottom_right"
 
 
 def _arguments(model: Model, sinks: jax.Array) -> dict[str, Any]:
-    return {"logits_soft_cap": model.soft_cap, "sinks": sinks if model.sinks else None}
+    return {**model.arguments, "sinks": sinks if model.sinks else None}
 
 
 def _scalars(model: Model) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

@@ -6,14 +6,16 @@ import difflib
 import functools
 import importlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.scaling import Scaling
 from jax_memeff._cuda.functions import in_kernel_types
 from jax_memeff._functions.trace import traced_mask_function, traced_score_function
+from jax_memeff.codegen.features import DETERMINISTIC, FUNCTIONS, SOFT_CAP
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.errors import UnsupportedError
 
@@ -23,31 +25,27 @@ _CAP = 30.0
 """An arbitrary cap: it is a literal and does not affect the kernel."""
 
 
-def asked(
-    score: str | None,
-    mask: str | None,
-    *,
-    soft_cap: bool,
-    gradients: bool,
-    deterministic: bool,
-) -> AskedFunctions:
-    """The structures of the functions.
+def added(
+    features: Mapping[str, Any], score: str | None, mask: str | None, *, gradients: bool
+) -> dict[str, Any]:
+    """The features of a problem, by name, with the structures of the functions.
 
     Args:
+        features: those without functions.
         score, mask: ``"MODULE:NAME"``. The module may be in the current directory. The function
             reads the arrays in its scope.
-        soft_cap: whether scores are capped before the function.
         gradients: whether the gradients of all float arrays that the score function reads are
             needed.
-        deterministic: whether these gradients are summed in fixed point.
 
     Raises:
         ValueError: a name cannot be imported, or has the wrong arguments or result.
         UnsupportedError: a function has no scalar form.
     """
-    score_program, mask_program, summed = None, None, ()
+    found, score_program, mask_program, summed = dict(features), None, None, ()
     if score is not None:
-        trace = functools.partial(traced_score_function, soft_cap=_CAP if soft_cap else None)
+        scaling = Scaling(1.0, _CAP if found[SOFT_CAP.name] else None)
+        found[SOFT_CAP.name] = SOFT_CAP.off  # the cap becomes part of the function
+        trace = functools.partial(traced_score_function, before=scaling.before_function())
         program, arrays = _traced("--score-function", score, trace)
         score_program = in_kernel_types(program).structure
         if gradients:
@@ -56,15 +54,16 @@ def asked(
     if mask is not None:
         program, _ = _traced("--mask-function", mask, traced_mask_function)
         mask_program = in_kernel_types(program).structure
-    exact = bool(summed) and deterministic
-    return AskedFunctions(score_program, mask_program, gradients=summed, exact=exact)
+    exact = bool(summed) and found[DETERMINISTIC.name]
+    asked = AskedFunctions(score_program, mask_program, gradients=summed, exact=exact)
+    return found | {FUNCTIONS.name: asked}
 
 
 def mask(text: str) -> Mask:
     """The mask of a function, with the arrays that it reads.
 
     Args:
-        text: ``"MODULE:NAME"``, as :func:`asked` takes it.
+        text: ``"MODULE:NAME"``, as :func:`added` takes it.
 
     Raises:
         ValueError: the name cannot be imported.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._functions.canonical import canonical
@@ -27,12 +26,26 @@ _NOT_IN_PYTHON = (
 _UNSUPPORTED = "{} cannot be written as operations on scalars"
 
 
+def _unchanged(score: jax.Array) -> jax.Array:
+    return score
+
+
+class BeforeFunction(NamedTuple):
+    """The first part of a program: from a score to the first argument of the user's function."""
+
+    apply: Callable[..., jax.Array] = _unchanged
+    """Takes the score and the ``literals``."""
+    literals: tuple[float, ...] = ()
+    """Literals of the program, even if a number would normally be part of the structure."""
+
+
+_NOTHING = BeforeFunction()
+
+
 def traced_score_function(
     function: Callable[..., Any],
     accumulator: ScalarType = "float32",
-    *,
-    scale: jax.Array | None = None,
-    soft_cap: float | None = None,
+    before: BeforeFunction = _NOTHING,
 ) -> tuple[Program, tuple[jax.Array, ...]]:
     """The program of ``function(score, batch, head, query, key)`` and its derivatives.
 
@@ -40,9 +53,7 @@ def traced_score_function(
         function: from a score and four int32 scalars to a float scalar. It is called once, with
             tracers. Arrays that it closes over may be tracers of transformations around the call.
         accumulator: the dtype of the score and of the result, ``float32`` or ``float64``.
-        scale: multiplies the score before the function; the program reads it as an array.
-        soft_cap: the cap applied to the score after the scale and before the function. It is a
-            literal, so another cap has the same structure.
+        before: the first part of the program.
 
     Returns:
         The program and the arrays that it reads, in the order of ``Program.arrays``. These are the
@@ -61,13 +72,7 @@ def traced_score_function(
     >>> program.values[program.results[1]]  # the derivative by the score is 1
     Value(op='constant', dtype='float32', args=(), params=(('value', 1.0),))
     """
-    caps = () if soft_cap is None else (soft_cap,)
-
-    def before(score: jax.Array, *caps: jax.Array) -> jax.Array:
-        score = score if scale is None else score * scale
-        return _capped(score, *caps) if caps else score
-
-    tracer = _Tracer(function, INPUTS, accumulator, "score_mod", before, caps)
+    tracer = _Tracer(function, INPUTS, accumulator, "score_mod", before)
     function_alone, arrays = tracer.program(keep_custom=True)
     try:
         program, used = with_derivatives(function_alone, tracer.calls)
@@ -91,35 +96,12 @@ def traced_mask_function(function: Callable[..., Any]) -> tuple[Program, tuple[j
     return _Tracer(function, INPUTS[1:], "bool", "Mask.function").program()
 
 
-@jax.custom_jvp
-def _capped(score: jax.Array, cap: jax.Array) -> jax.Array:
-    """``cap * tanh(score / cap)``.
-
-    JAX's own derivative would multiply and divide each score by the cap.
-    """
-    return cap * jnp.tanh(score / cap)
-
-
-@_capped.defjvp
-def _capped_jvp(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    score, cap = primals
-    tanh = jnp.tanh(score / cap)
-    return cap * tanh, (1 - tanh * tanh) * tangents[0]  # the cap is static
-
-
-def _unchanged(score: jax.Array) -> jax.Array:
-    return score
-
-
 class _Tracer:
     """One traced function.
 
     Args:
         argument: the name of the function in errors.
-        before: maps the first argument and ``numbers`` to the function's first argument.
-        numbers: literals of the program, even if a number would normally be part of the structure.
+        before: the first part of the program.
     """
 
     def __init__(
@@ -128,11 +110,9 @@ class _Tracer:
         inputs: tuple[str, ...],
         result: ScalarType,
         argument: str,
-        before: Callable[..., Any] = _unchanged,
-        numbers: tuple[float, ...] = (),
+        before: BeforeFunction = _NOTHING,
     ) -> None:
-        self._argument = argument
-        self._before, self._numbers = before, numbers
+        self._argument, self._before = argument, before
         self._graph = Graph()
         self._interpreter = Interpreter(self._graph, custom_rules=result != "bool")
         types: list[tuple[str, ScalarType]] = [
@@ -175,14 +155,14 @@ class _Tracer:
         # A fresh function for each call: JAX caches jaxprs by function, with the tracers that they
         # close over.
         def called(first: Any, *args: Any) -> Any:
-            others, numbers = args[: len(types) - 1], args[len(types) - 1 :]
+            others, literals = args[: len(types) - 1], args[len(types) - 1 :]
             try:
-                result = function(self._before(first, *numbers), *others)
+                result = function(self._before.apply(first, *literals), *others)
             except _NOT_IN_PYTHON as error:
                 raise TypeError(self._not_in_python(error)) from error
             return self._checked(result, types)
 
-        dtypes = [dtype for _, dtype in types] + [types[0][1]] * len(self._numbers)
+        dtypes = [dtype for _, dtype in types] + [types[0][1]] * len(self._before.literals)
         return jax.make_jaxpr(called)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
 
     def _not_in_python(self, error: Exception) -> str:
@@ -224,7 +204,9 @@ class _Tracer:
 
     def _interpreted(self, traced: Any, types: list[tuple[str, ScalarType]], result: Any) -> int:
         indices = [(self._graph.add(name, dtype), dtype) for name, dtype in types]
-        indices += [(self._graph.number(x, types[0][1]), types[0][1]) for x in self._numbers]
+        indices += [
+            (self._graph.number(x, types[0][1]), types[0][1]) for x in self._before.literals
+        ]
         inputs = [Scalars(np.array(index), np.dtype(dtype)) for index, dtype in indices]
         (found,) = self._interpreter.run(traced, inputs)
         value = int(self._interpreter.scalars(found).elements[()])

@@ -44,14 +44,14 @@ def check_rows(operands: Any, options: Options, devices: int) -> None:
         devices: the number of devices among which the rows are divided.
 
     Raises:
-        ValueError: a device would not have ``Options.row_multiple`` rows; or a bottom-right window
-            comes with lengths.
+        ValueError: a device's rows are not a multiple of ``Options.position_multiple``; or a
+            bottom-right window comes with lengths.
     """
     if devices == 1:
         return
     check_alignment(operands.mask)
     rows = operands.scores[2]
-    multiple, cause = options.row_multiple
+    multiple, cause = options.position_multiple
     if rows // devices % multiple:
         raise ValueError(
             f"query: with {cause} every device needs a multiple of {multiple} rows, got "

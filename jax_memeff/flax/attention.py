@@ -17,12 +17,11 @@ import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_memeff._api import argument_masks, argument_numbers
+from jax_memeff._api import argument_masks
 from jax_memeff._api import attention as api
-from jax_memeff._call import values
+from jax_memeff._call import dropout, values
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands.arrays import DropoutState
 from jax_memeff._call.values import score_dtype
 from jax_memeff.errors import UnsupportedError
 
@@ -171,7 +170,7 @@ def attend(
         bias = _flatten_score_batch("bias", bias, batch_shape)
     if mask is not None:
         conditions &= Mask.boolean(_flatten_score_batch("mask", mask != 0, batch_shape))
-    rate = argument_numbers.dropout_rate(dropout_rate)
+    rate = dropout.checked_rate(dropout_rate)
     if rate > 0 and dropout_rng is None:
         raise ValueError(
             f"dropout_rng must be given when dropout_rate is {rate} and deterministic is False,"
@@ -191,18 +190,10 @@ def attend(
         score_mod=score_mod,
         residual_checkpoint_name=residual_checkpoint_name,
     )
-    if call.operands.dropout is not None and broadcast_dropout:
-        dropout = _broadcast_dropout(call.operands.dropout)
-        call = call._replace(operands=call.operands._replace(dropout=dropout))
+    if broadcast_dropout:
+        call = call._replace(operands=dropout.broadcast(call.operands))
     out = call.run(with_residual=False)
     return out if len(batch_shape) == 1 else _unflatten_batch(out, query)
-
-
-def _broadcast_dropout(state: DropoutState) -> DropoutState:
-    """Use the bits of batch index 0 and head 0 for every batch index and head."""
-    return state._replace(
-        batch_base=jnp.zeros_like(state.batch_base), head_index=jnp.zeros_like(state.head_index)
-    )
 
 
 def _flatten_batch(name: str, array: jax.Array) -> jax.Array:

@@ -145,7 +145,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
                 score_mod=score_mod,
                 bias=bias,
                 segment_ids=segment_ids,
-                dropout=None if quiet else dropout_rng,
+                deterministic=quiet,
             )
         else:
             variables = self._cache(key, value) if self.decode else None

@@ -208,7 +208,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 score_mod=score_mod,
                 bias=bias,
                 segment_ids=segment_ids,
-                dropout=dropout_rng,
+                deterministic=dropout_rng is None,
                 decode=decode or None,
             )
             for name, array in pools._asdict().items():

@@ -79,7 +79,7 @@ def attend_pages(
     dtype: DTypeLike | None,
     sinks: ArrayLike | None,
     score_mod: Any,
-    dropout: jax.Array | None,
+    deterministic: bool,
     **others: Any,
 ) -> tuple[jax.Array, Pools]:
     """Append new tokens to the pools, and attend to the pages of their sequences.
@@ -96,7 +96,7 @@ def attend_pages(
         dtype: of the result; None infers it.
         sinks: as in the modules.
         score_mod: as in the modules.
-        dropout: the key of dropout, which must be None.
+        deterministic: must be True.
         others: arguments that paged caches do not support; each must be None.
 
     Raises:
@@ -108,7 +108,7 @@ def attend_pages(
             f"pages must be a jax_memeff.flax.Pages, got {type(pages).__name__}; pass "
             "Pages(page_table, kv_lengths)"
         )
-    if dropout is not None:
+    if not deterministic:
         raise ValueError("deterministic must be True with pages, which have no dropout, got False")
     for name, value_of_it in others.items():
         if value_of_it is not None:

@@ -16,6 +16,7 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.operands.gradients import NeedsGrad
 from jax_memeff._call.options import Options
+from jax_memeff._call.scaling import Scaling
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_no_intermediate_is_quadratic(bias):
     B, T, N, H = 1, 16384, 4, 32
     array = jax.ShapeDtypeStruct((B, T, N, H), jnp.bfloat16)
     row = jax.ShapeDtypeStruct((B, T, N), jnp.float32)
-    options = Options(scale=0.25, dropout_threshold=20)
+    options = Options(Scaling(0.25), dropout_threshold=20)
     bias = None if bias is None else jax.ShapeDtypeStruct(bias, jnp.bfloat16)
 
     def f(query, key, value, bias, out, lse, dout, dlse):
@@ -80,6 +81,7 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.operands.gradients import NeedsGrad
 from jax_memeff._call.options import Options
+from jax_memeff._call.scaling import Scaling
 
 T = int(sys.argv[1])
 page = resource.getpagesize()
@@ -90,7 +92,7 @@ def resident():
 
 def f(query, key, value, dout):
     operands = Operands(query, key, value, None, Mask(), None, None)
-    options = Options(scale=0.125)
+    options = Options(Scaling(0.125))
     out, lse = blockwise.forward(operands, options)
     needs_grad = NeedsGrad(True, True, True, False)
     return blockwise.backward(operands, options, out, lse, dout, None, needs_grad)

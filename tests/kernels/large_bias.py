@@ -58,7 +58,7 @@ class LargeBias(Case):
         the bias is no power of two, because the product is rounded after the score is added, nor if
         the bias is one number per row, because it changes no score.
         """
-        factor = self.soft_cap or self.options.scale
+        factor = self.soft_cap or self.options.scaling.scale
         return math.frexp(factor)[0] == 0.5 and (self.bias or "")[-1:] == "S" and not self.parts
 
 
@@ -136,7 +136,7 @@ def _assert_gradients_match(
 ) -> None:
     query, key = same.operands[:2]
     floor = cancellation(same.operands, case.options, same.dout, reference.out)
-    scale = abs(case.options.scale)
+    scale = abs(case.options.scaling.scale)
     floors = {"query": scale * largest(key), "key": scale * largest(query), "value": 0}
     for (name, factor), got in zip(floors.items(), gradients[:3], strict=True):
         want, rough = getattr(reference, name), getattr(low, name)

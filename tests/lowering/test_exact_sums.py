@@ -10,6 +10,7 @@ import pytest
 from jax_memeff import Mask
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.options import Options
+from jax_memeff._call.scaling import Scaling
 from jax_memeff._cuda import exact_sums
 from jax_memeff.codegen.functions.sums import EXACT_BITS
 
@@ -77,7 +78,7 @@ def scale_of(value: float, dout: float, dtype: str, other: float = 0.0) -> float
     operands = Operands(values, values, values, None, Mask(), None, None)
     lse = jnp.zeros((1, 2, 1), jnp.float32)
     leaves, tree = jax.tree.flatten((operands, jnp.zeros_like(values), lse, gradients, None))
-    return exact_sums.scale(*leaves, tree=tree, options=Options(scale=1.0)).item()
+    return exact_sums.scale(*leaves, tree=tree, options=Options(Scaling(1.0))).item()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

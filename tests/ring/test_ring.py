@@ -274,7 +274,7 @@ def test_kernels_run_only_for_products_that_are_not_masked(monkeypatch, layout, 
         ),
         ({"columns": 7, "layout": "zigzag"}, "key: .* multiple of 2 positions .* got 7; pad"),
         (
-            {"layout": "zigzag", "dropout_rate": 0.5},
+            {"layout": "zigzag", "dropout_rate": 0.5, "dropout_key": jax.random.key(0)},
             "query: with dropout.* multiple of 32 positions .* 'ring', got 6; pad",
         ),
         (

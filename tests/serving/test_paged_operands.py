@@ -9,6 +9,7 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.pages import Pages
+from jax_memeff._call.scaling import Scaling
 from jax_memeff._call.sequences import Sequences
 from jax_memeff._op import primitives
 
@@ -39,7 +40,7 @@ def test_the_pool_is_read_through_the_table():
         ),
         pages=Pages(jnp.asarray(case.table), None, None, page_size),
     )
-    out, lse = jax.jit(lambda x: primitives.forward(x, Options(scale=8**-0.5)))(operands)
+    out, lse = jax.jit(lambda x: primitives.forward(x, Options(Scaling(8**-0.5))))(operands)
     expected = paging.answer(case)
     np.testing.assert_allclose(out[0], expected[0], atol=1e-5)
     np.testing.assert_allclose(lse[0], expected[1], atol=1e-5)

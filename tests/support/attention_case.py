@@ -17,6 +17,7 @@ from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands.arrays import DropoutState, Operands, QkvPackedOperands
 from jax_memeff._call.operands.gradients import NeedsGrad
 from jax_memeff._call.options import Divisors, Options
+from jax_memeff._call.scaling import Scaling
 
 
 class Zeros:
@@ -125,8 +126,7 @@ class Case:
         scale = self.H**-0.5 if self.scale is None else self.scale
         threshold = dropout.threshold(self.dropout)
         return Options(
-            scale=scale,
-            soft_cap=self.soft_cap,
+            Scaling(scale, self.soft_cap),
             dropout_threshold=threshold,
             precision=self.precision,
             deterministic_backward=self.deterministic,

@@ -15,6 +15,7 @@ from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.operands.gradients import NeedsGrad
 from jax_memeff._call.options import Options
+from jax_memeff._call.scaling import Scaling
 
 ALL = NeedsGrad(query=True, key=True, value=True, bias=True)
 
@@ -94,7 +95,7 @@ def make(case: Case) -> tuple[Any, Options, Any, Any]:
         position or None,
     )
     scale = 1 / max(case.H, 1) ** 0.5 if case.scale is None else case.scale
-    options = Options(scale, soft_cap=case.soft_cap, dropout_threshold=dropout.threshold(case.rate))
+    options = Options(Scaling(scale, case.soft_cap), dropout_threshold=dropout.threshold(case.rate))
     dlse = normal(case.B, case.T, case.N) if case.dlse else None
     return operands, options, normal(case.B, case.T, case.N, case.Hv), dlse
 

@@ -231,7 +231,7 @@ def answer(
     arrays, valid, kept = _arrays_of(operands, options)
     bias_shape = (1, 1, 1, 1) if operands.bias is None else np.shape(operands.bias)
     dlse = np.zeros((B, T, N)) if dlse is None else dlse
-    others = (kept, options.scale, dout, dlse)
+    others = (kept, options.scaling.scale, dout, dlse)
     # Runs on the CPU: its compiler is independent of the GPU's and much faster for single
     # operations.
     cpu = jax.default_device(jax.local_devices(backend="cpu")[0])
@@ -246,7 +246,8 @@ def answer(
                 for x, axis in ((k, 1), (v, 1), (bias, 3), (kept, 3))
             )
             valid = np.zeros(bias.shape, bool)
-        results = _answer(q, k, v, bias, sinks, valid, kept, scale, dout, dlse, options.soft_cap)
+        cap = options.scaling.soft_cap
+        results = _answer(q, k, v, bias, sinks, valid, kept, scale, dout, dlse, cap)
     (out, lse), (dq, dk, dv, dscores, dsinks), maxima = jax.tree.map(np.asarray, results)
     dsinks = dsinks.astype(np.float64)
     dscores = dscores[..., :S].astype(np.float64)
@@ -296,10 +297,10 @@ def tangents(
     with cpu, jax.enable_x64(np.dtype(dtype) == np.float64):
         q, k, v, bias, sinks, dq, dk, dv, kept, scale = (
             np.asarray(x).astype(np.float64).astype(dtype)
-            for x in (*arrays, *directions, kept, options.scale)
+            for x in (*arrays, *directions, kept, options.scaling.scale)
         )
         found = _tangents(
-            (q, k, v), (dq, dk, dv), bias, sinks, valid, kept, scale, options.soft_cap
+            (q, k, v), (dq, dk, dv), bias, sinks, valid, kept, scale, options.scaling.soft_cap
         )
     dout, dlse = jax.tree.map(np.asarray, found)
     return dout, dlse

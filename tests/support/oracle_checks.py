@@ -48,8 +48,8 @@ def assert_results_match(case: Case, results: tuple) -> None:
         return
     dq, dk, dv, dbias, dsinks = gradients
     floor = cancellation(operands, case.options, dout, reference.out)
-    check("dq", dq, "query", floor=floor * abs(case.options.scale) * largest(operands.key))
-    check("dk", dk, "key", floor=floor * abs(case.options.scale) * largest(operands.query))
+    check("dq", dq, "query", floor=floor * abs(case.options.scaling.scale) * largest(operands.key))
+    check("dk", dk, "key", floor=floor * abs(case.options.scaling.scale) * largest(operands.query))
     check("dv", dv, "value")
     if case.bias is not None:
         check("dbias", dbias, "bias", scale=reference.bias_scale, floor=floor)

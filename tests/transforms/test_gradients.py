@@ -15,6 +15,7 @@ from jax_memeff import Mask
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.operands.gradients import NeedsGrad
 from jax_memeff._call.options import Options
+from jax_memeff._call.scaling import Scaling
 
 B, T, S, N, K, H = 2, 9, 11, 4, 2, 8
 
@@ -61,7 +62,7 @@ def compare_with_oracle(results, gradients, bias, dout, dlse, mask=None):
     """Compares the results and gradients of a call with QUERY, KEY, VALUE with the definition."""
     rank_4 = None if bias is None else jnp.reshape(bias, (1,) * (4 - bias.ndim) + bias.shape)
     operands = Operands(QUERY, KEY, VALUE, rank_4, Mask() if mask is None else mask, None, None)
-    answer = oracle.answer(operands, Options(scale=H**-0.5), dout, dlse)
+    answer = oracle.answer(operands, Options(Scaling(H**-0.5)), dout, dlse)
     for name, got in {**results, **gradients}.items():
         want = getattr(answer, name)
         oracle.check(name, got, want.reshape(got.shape))

@@ -112,8 +112,8 @@ def ours_and_materialized(case: Case) -> tuple[Any, Any, Any, Any]:
             named["sinks"][:, :, None, None] if "sinks" in named else oracle.NO_SINKS,
             bias_valid,
             kept,
-            options.scale,
-            options.soft_cap,
+            options.scaling.scale,
+            options.scaling.soft_cap,
         )
 
     return ours, materialized, arrays, vector

@@ -43,7 +43,7 @@ class Backward(Kernel):
 
     def counts_kv_blocks(self, spec: KernelSpec) -> bool:
         """Whether the main kernel counts finished KV blocks, so that the postprocess kernel may run
-        beside its last CTAs (ffi/include/memeff/schedule/finished_dq.cuh).
+        beside its last CTAs (ffi/include/memeff/kernels/backward/dq_sums/finished.cuh).
         """
         return False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -20,23 +19,9 @@ from jax_memeff.codegen.features import FEATURES
 # ``kUnbounded`` of ffi/include/memeff/params.h: windows are computed in 32 bits.
 UNBOUNDED = 1 << 30
 
-# Scores are multiplied by a smaller scale before a bias is added, not afterwards.
-LEAST_SOFTMAX_SCALE = 1e-6
-
 
 def of_scores(avals: Operands, options: Options) -> dict[str, Any]:
     """The attributes for ``ScoreScale``, the windows of ``MaskParams``, and so on."""
-    scale, cap = options.scale, options.soft_cap
-    log2e = math.log2(math.e)
-    if options.score_function is not None:
-        # Functions take the score itself; a soft cap is part of them.
-        prescale, softmax_scale = scale, log2e
-    elif cap is not None:
-        prescale, softmax_scale = scale / cap, cap * log2e
-    elif scale > LEAST_SOFTMAX_SCALE:
-        prescale, softmax_scale = 1.0, scale * log2e
-    else:
-        prescale, softmax_scale = scale * log2e, 1.0
 
     def bound(limit: int | None) -> int:
         # A bound beyond the largest length still counts: offsets move the diagonal by up to 2**29.
@@ -48,8 +33,9 @@ def of_scores(avals: Operands, options: Options) -> dict[str, Any]:
         for limit in ((None, None) if window is None else (window.left, window.right))
     ]
     call = Call(avals, options, None)
+    scale = options.scaling.of_kernels(has_function=options.score_function is not None)
     return {
-        "scale": np.array([prescale, softmax_scale, scale, log2e / softmax_scale], np.float32),
+        "scale": np.array(scale, np.float32),
         "windows": np.array(windows, np.int32),
         "numbers": np.array(
             [word for own in FEATURES for word in own.number_values(call)], np.int32

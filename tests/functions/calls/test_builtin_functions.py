@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_memeff
+from jax_memeff._call.scaling import Scaling
 from jax_memeff._functions.trace import traced_score_function
 
 CAP = jnp.float32(20.0)
@@ -83,7 +84,10 @@ def test_soft_caps_before_a_function_have_one_structure():
     def alibi(s, b, h, q, k):
         return s + slopes[h] * (k - q)
 
-    programs = [traced_score_function(alibi, soft_cap=cap)[0] for cap in (20.0, 50.0)]
+    programs = [
+        traced_score_function(alibi, before=Scaling(1.0, cap).before_function())[0]
+        for cap in (20.0, 50.0)
+    ]
     assert programs[0].structure == programs[1].structure
     assert [program.literals for program in programs] == [(20.0,), (50.0,)]
     plain, _ = traced_score_function(alibi)

@@ -1,15 +1,15 @@
 // Runs after the backward: dq = scale * (its f32 sums), rounded. One CTA per tile of query rows.
 // With Config::kCountsKvBlocks it runs beside the last CTAs of the main kernel
-// (schedule/finished_dq.cuh).
+// (kernels/backward/dq_sums/finished.cuh).
 #pragma once
 
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/dq_sums/finished.cuh>
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
-#include <memeff/schedule/finished_dq.cuh>
 #include <memeff/schedule/grid.cuh>
 
 namespace memeff {

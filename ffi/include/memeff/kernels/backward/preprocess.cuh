@@ -10,12 +10,12 @@
 #include <memeff/core/math.cuh>
 #include <memeff/core/vector.cuh>
 #include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/dq_sums/finished.cuh>
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
-#include <memeff/schedule/finished_dq.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/score/bias/rows.cuh>
 #include <memeff/score/bias/tile.cuh>

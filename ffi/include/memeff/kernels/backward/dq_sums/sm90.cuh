@@ -8,8 +8,8 @@
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dq_sums/add.cuh>
+#include <memeff/kernels/backward/dq_sums/finished.cuh>
 #include <memeff/schedule/dq_semaphore_sm90.cuh>
-#include <memeff/schedule/finished_dq.cuh>
 
 namespace memeff {
 
