@@ -23,6 +23,7 @@
 #include <memeff/kernels/forward/split/float8_operands.cuh>
 #include <memeff/kernels/forward/split/kv_tiles.cuh>
 #include <memeff/kernels/forward/split/operands.cuh>
+#include <memeff/kernels/forward/split/output.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/sequences.cuh>
@@ -96,6 +97,8 @@ struct FmhaForwardSplitSm80 {
   using Merge = ConsumerGroupMerge<ConsumerGroup, Softmax, kTileQuery * Config::kValueDim>;
   static constexpr int kSharedBytes = kLoopBytes > Merge::kBytes ? kLoopBytes : Merge::kBytes;
 
+  using Out = SplitOutput<Config, FmhaForwardSplitSm80>;
+
   CUTE_DEVICE static void run(ForwardParams const& params) {
     char* const shared = dynamic_shared();
     uint32_t const query_tile = shared_address(shared);
@@ -103,7 +106,7 @@ struct FmhaForwardSplitSm80 {
         query_tile + QueryTile::kBytes + ConsumerGroup::index() * kConsumerGroupBytes;
 
     ProblemShape const& shape = params.shape;
-    SplitWorkItem const item = work_item(params);
+    SplitWorkItem const item = Out::work_item(params);
     int const row = item.tile * kTileQuery;
     int const key_head = Config::kPackHeads ? item.head : item.head / shape.group;
 
@@ -174,9 +177,9 @@ struct FmhaForwardSplitSm80 {
                    LaneRowModifiers<Config, OutGrid>(params, rows));
     Operands::order_columns(output);
     if (params.splits == 1) {
-      store(params, softmax, output);
+      Out::store(params, softmax, output);
     } else {
-      store_partial(params, item.split, softmax, output);
+      Out::store_partial(params, item.split, softmax, output);
     }
   }
 
@@ -263,7 +266,7 @@ struct FmhaForwardSplitSm80 {
                      LaneRowModifiers<Config, OutGrid>(params, rows));
       Operands::order_columns(output);
       if (are_divided) {
-        store_partial(params, tile / kSegmentBlocks, softmax, output);
+        Out::store_partial(params, tile / kSegmentBlocks, softmax, output);
       } else {
         sum.add(output, softmax.softmax_reference);
       }
@@ -278,7 +281,7 @@ struct FmhaForwardSplitSm80 {
     }
     TileRows const valid_rows(params.shape, item.batch, item.head, rows.row, mask.query_length);
     sum.finish(softmax.softmax_reference, LaneRowModifiers<Config, OutGrid>(params, valid_rows));
-    store(params, softmax, sum.output);
+    Out::store(params, softmax, sum.output);
   }
 
   // Writes logsumexp -inf for segments that no row attends to, because the combine kernel reads all
@@ -294,21 +297,8 @@ struct FmhaForwardSplitSm80 {
       float* const logsumexps =
           params.partial_logsumexp +
           partial_row(params.shape, Rows(params.shape), segment, item.batch, item.head);
-      for_each_row(params, item, [&](int row, bool, int) { logsumexps[row] = -infinity(); });
+      Out::for_each_row(params, item, [&](int row, bool, int) { logsumexps[row] = -infinity(); });
     }
-  }
-
-  CUTE_DEVICE static SplitWorkItem work_item(ForwardParams const& params) {
-    Rows const rows(params.shape);
-    int const tiles = ceil_div(rows.count(params.shape.query_length), kTileQuery);
-    return SplitWorkItem::of_block(block_index(), params.shape.query_heads / rows.heads, tiles,
-                                   params.splits);
-  }
-
-  // The number of rows to write. Hazard: the rows after a packed sequence belong to the next one.
-  CUTE_DEVICE static int row_bound(ForwardParams const& params, int batch) {
-    return Config::kVarlen ? Mask(params.mask, params.shape, batch).query_length
-                           : Rows(params.shape).count(params.shape.query_length);
   }
 
   // Clears this CTA's part of the query rows after the sequence, for all heads of the tile.
@@ -330,7 +320,7 @@ struct FmhaForwardSplitSm80 {
     ProblemShape const& shape = params.shape;
     Rows const rows(shape);
     Origin const origin = query_origin<Config>(shape, item.batch);
-    int const bound = row_bound(params, item.batch);
+    int const bound = Out::row_bound(params, item.batch);
     operands.load_query(
         [&](int tile_row) {
           int const r = min(row + tile_row, bound - 1);
@@ -340,69 +330,6 @@ struct FmhaForwardSplitSm80 {
               row + tile_row < bound};
         },
         shape.head_dim, tile);
-  }
-
-  // Calls use(row, is within the query length, row of the accumulators) for this lane's rows.
-  template <class Use>
-  CUTE_DEVICE static void for_each_row(ForwardParams const& params, SplitWorkItem const& item,
-                                       Use use) {
-    int const bound = row_bound(params, item.batch);
-    int const length = Mask(params.mask, params.shape, item.batch).query_length;
-    CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
-      int const row = item.tile * kTileQuery + OutGrid::element_row(2 * (r % 2), r / 2);
-      if (row < bound) use(row, row < length, r);
-    }
-  }
-
-  // Writes finished rows. Rows beyond the query length get output 0 and logsumexp -inf.
-  template <class Output>
-  CUTE_DEVICE static void store(ForwardParams const& params, Softmax const& softmax,
-                                Output const& output) {
-    ProblemShape const& shape = params.shape;
-    SplitWorkItem const item = work_item(params);
-    Rows const rows(shape);
-    Origin const origin = query_origin<Config>(shape, item.batch);
-    for_each_row(params, item, [&](int row, bool valid, int r) {
-      int const query = rows.query(row);
-      int const head = rows.query_head(item.head, row);
-      if (threadIdx.x % 4 == 0) {
-        params.logsumexp[logsumexp_offset<Config>(shape, origin, head) + query] =
-            valid ? softmax.softmax_reference[r] : -infinity();
-      }
-      char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
-      CUTE_UNROLL
-      for (int n = 0; n < cute::size<2>(output); ++n) {
-        int const column = Operands::column(n);
-        if (column < shape.value_dim) {
-          uint32_t const pair =
-              pack<Element>(output(2 * (r % 2), r / 2, n), output(2 * (r % 2) + 1, r / 2, n));
-          *reinterpret_cast<uint32_t*>(out + column * sizeof(Element)) = valid ? pair : 0;
-        }
-      }
-    });
-  }
-
-  // Writes unfinished rows to a part: a split or a segment. Rows without keys are written too,
-  // because the combine kernel loads outputs before it has seen the logsumexps.
-  template <class Output>
-  CUTE_DEVICE static void store_partial(ForwardParams const& params, int part,
-                                        Softmax const& softmax, Output const& output) {
-    SplitWorkItem const item = work_item(params);
-    long long const first =
-        partial_row(params.shape, Rows(params.shape), part, item.batch, item.head);
-    for_each_row(params, item, [&](int row, bool valid, int r) {
-      if (threadIdx.x % 4 == 0) {
-        params.partial_logsumexp[first + row] = valid ? softmax.softmax_reference[r] : -infinity();
-      }
-      float* const out = params.partial_out + (first + row) * Config::kValueDim;
-      CUTE_UNROLL
-      for (int n = 0; n < cute::size<2>(output); ++n) {
-        *reinterpret_cast<float2*>(out + Operands::column(n)) =
-            make_float2(valid ? output(2 * (r % 2), r / 2, n) : 0.0f,
-                        valid ? output(2 * (r % 2) + 1, r / 2, n) : 0.0f);
-      }
-    });
   }
 };
 
