@@ -284,7 +284,8 @@ struct FmhaBackwardSm90 {
   using Consumer = BackwardConsumerSm90<Config, FmhaBackwardSm90>;
   using Epilogue = BackwardEpilogueSm90<Config, FmhaBackwardSm90>;
 
-  // The main loop: per Q block S, dP, P and dS, then dV, dQ and dK.
+  // The main loop: per Q block S, dP, P and dS, then dV, dQ and dK. Hazard: functions for more than
+  // single steps change how ptxas assigns registers (docs/tuning/compilers.md).
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles,
                                   KeyStage const& key, Stage& stage, int& score_buffer) {
@@ -335,8 +336,8 @@ struct FmhaBackwardSm90 {
         Deltas<ScoreGrid, kVectorsAhead> const deltas(statistics);
         wait_products<0>();  // dP
         fence_accumulators(score_gradient);
-        ScoreOperand probabilities;
-        ScoreOperand left_gradient;
+        ScoreOperand probabilities;  // P^T
+        ScoreOperand left_gradient;  // dS^T
         consumer.differentiate(head, tile, deltas.reader(statistics), kept, scaled, scores,
                                score_gradient, score_tile, probabilities, left_gradient, bias_sums,
                                captured_sums);

@@ -1,10 +1,10 @@
 // The main loop of kernels/fmha_fwd_sm90.cuh, which a consumer runs for the work tiles that it has
 // rows of.
 //
-// Hazard: keep the state in local variables, and release_operands, begin_output and end_output as
-// lambdas. As members of an object, or as functions, they change how ptxas assigns registers; so
-// does a single function for everything that changes with the work tile. A lambda that captures an
-// object with all of the state even hides from ptxas that work tile and mask are uniform.
+// Hazard: keep the state in local variables, and begin_output and end_output as lambdas. As members
+// of an object, or as functions, they change how ptxas assigns registers; so does a single function
+// for everything that changes with the work tile. A lambda that captures an object with all of the
+// state even hides from ptxas that work tile and mask are uniform.
 #pragma once
 
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -65,7 +65,9 @@ struct ForwardMainLoopSm90 {
   }
 
  private:
-  // Computes a work tile and the following ones, up to one without rows of this consumer.
+  // Computes a work tile and the following ones, up to one without rows of this consumer. Each
+  // iteration computes P of a KV block while O += P V runs for the block before it, which may be
+  // the last one of the previous work tile.
   CUTE_DEVICE static void compute_work_tiles(ForwardParams const& params, Control& control,
                                              uint32_t tiles, WorkItem item, Position& at) {
     Mask mask(params.mask, params.shape, item.batch);
@@ -76,8 +78,8 @@ struct ForwardMainLoopSm90 {
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
     typename Operands::Part part;
-    auto& sums = Operands::sums(output, part);
-    bool begins = true;  // nothing has been added to the output
+    auto& sums = Operands::sums(output, part);  // accumulators of P V: the output, or its last part
+    bool begins = true;                         // nothing has been added to the output
     Queries queries;
     auto probabilities = first_probabilities(params, control, tiles, at, mask, item, range, tile,
                                              queries, scores, linear, softmax);
