@@ -41,6 +41,8 @@ _LEAST_Q_BLOCKS = 4
 _PARTS_A_Q_BLOCK = 2
 """The number of partial sums of dk and dv that can be read from L2 in the time of one Q block."""
 _MOST_SEGMENT_BYTES = 1 << 27
+_LEAST_SEGMENTS = 3
+"""Segments for each SM whose warps take whole segments. With fewer some warps would have none."""
 _MMA_SYNC_COST = 2
 """Relative cost of a key without wgmma: mma.sync reaches half the throughput."""
 _COMBINATION = 1024
@@ -176,10 +178,11 @@ def _takes_segments(problem: Problem, sizes: Sizes, rows: int, multiprocessors: 
     """
     pool = problem[features.PAGES]
     plain = pool.dtype == "query" and not problem.asks(features.FUNCTIONS)
-    few = rows <= FEW_ROWS and sizes.batch * sizes.key_heads <= multiprocessors
-    several = features.pages.segments(sizes.keys) > 1
+    tiles = sizes.batch * sizes.key_heads
+    few = rows <= FEW_ROWS and tiles <= multiprocessors
+    each = tiles * features.pages.segments(sizes.keys) // multiprocessors
     outputs = sizes.batch * sizes.heads * sizes.queries * problem.value_dim
-    return plain and few and several and segments_fit(sizes, outputs)
+    return plain and few and each >= _LEAST_SEGMENTS and segments_fit(sizes, outputs)
 
 
 def segments_fit(sizes: Sizes, outputs: int) -> bool:

@@ -85,7 +85,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "forward + backward at T 8192 on an H200: 523 TFLOP/s, with statistics read late "
             "503, with 64 queries 470; at T 512 360, with one buffer of keys 345",
             masks=("none", "causal"),
-            spill_bytes=32,
+            spill_bytes=12,
             tma_dq=True,
             key_stages=2,
             exponentiates_under_dp=True,
@@ -96,7 +96,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "a window spills 20 bytes more with statistics that are read ahead; most spills are "
             "those of the producer's warpgroup",
-            spill_bytes=72,
+            spill_bytes=44,
             tma_dq=True,
             key_stages=2,
         ),

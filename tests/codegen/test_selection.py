@@ -251,3 +251,20 @@ def test_closure_takes_dims_that_are_not_tuned():
     assert f"fmha_fwd_f16_d96v64_64x64_{features}_sm80" in names
     with pytest.raises(UnsupportedError, match="head_dim is 70000"):
         list(select.closure("sm_80", dims=[(70000, 64)]))
+
+
+def test_batch_invariant_steps_over_long_keys_divide_segments():
+    pages = AskedPages(64, is_invariant=True)
+    asked = problem(arch="sm_90a", varlen=True, pages=pages)
+
+    def rows(batch, queries, keys):
+        sizes = Sizes(batch=batch, queries=queries, keys=keys, heads=32, key_heads=8)
+        return strategy.query_rows(asked, sizes, 132)
+
+    assert rows(4, 1, 65536) == "16"
+    assert rows(1, 1, 4096) == "64"  # a segment for each SM
+    assert rows(64, 1, 65536) == "64"  # the tiles fill the GPU
+    assert rows(4, 5, 65536) == "64"  # 20 rows
+    step, prompt = (select.select(asked, Strategy(query_rows=tile)) for tile in ("16", "64"))
+    assert (step.tile.query, prompt.tile.query) == (16, 64)
+    assert step.tile.key == prompt.tile.key  # the bits depend on the KV blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {"jax_memeff.codegen": ROOT / "codegen", "jax_memeff": ROOT / "jax_memeff"}
 MOST_FILES = 12
 MOST_LINES = 400
+MOST_LINES_OF_A_FUNCTION = 80
+CODE_FOLDERS = ("benchmarks", "codegen", "docs", "examples", "ffi", "jax_memeff", "tests")
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -103,10 +106,73 @@ def test_folders_are_small(code):
 
 @pytest.mark.parametrize("suffix", [".py", ".cuh", ".h", ".cc"])
 def test_files_are_small(suffix):
-    folders = ("benchmarks", "codegen", "docs", "examples", "ffi", "jax_memeff", "tests")
-    files = [file for folder in folders for file in (ROOT / folder).rglob(f"*{suffix}")]
+    long = [file for file in code(suffix) if len(file.read_text().splitlines()) > MOST_LINES]
+    assert not long
+
+
+def code(suffix: str) -> list[Path]:
+    files = [file for folder in CODE_FOLDERS for file in (ROOT / folder).rglob(f"*{suffix}")]
     assert files
-    long = [file for file in files if len(file.read_text().splitlines()) > MOST_LINES]
+    return files
+
+
+# Comments, literals (which may have braces), preprocessor directives and access labels.
+_NOT_CODE = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'"""
+    r"|^\ *\#(?:[^\n]*\\\n)*[^\n]*|^\ *(?:public|private|protected):",
+    re.DOTALL | re.MULTILINE,
+)
+_SCOPE = re.compile(
+    r"\s*(template\s*<.*>\s*)?(struct|class|union|enum|namespace|extern)\b", re.DOTALL
+)
+
+
+def cpp_functions(text: str) -> Iterator[tuple[int, int]]:
+    """The first and the last line of each function of a C++ source, and of each block in it."""
+    text = _NOT_CODE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    blocks: list[tuple[int, bool]] = []
+    head_begin = 0
+    for mark in re.finditer("[{};]", text):
+        head = text[head_begin : mark.start()]
+        if mark[0] == "{":
+            first = head_begin + len(head) - len(head.lstrip())
+            blocks.append((text.count("\n", 0, first) + 1, ")" in head and not _SCOPE.match(head)))
+        elif mark[0] == "}":
+            line, is_function = blocks.pop()
+            if is_function:
+                yield line, text.count("\n", 0, mark.start()) + 1
+        head_begin = mark.end()
+    assert not blocks
+
+
+def test_functions_of_cpp_are_found():
+    source = """#define OPEN {
+namespace a {
+template <class B>
+struct C : D<(1 > 0)> {
+  int e = f({1, 2});  // {
+ private:
+  // Comment.
+  template <class G>
+  void g(char h = '{',
+         G i) const {
+    for (int j = 0; j < 1; ++j) {
+    }
+  }
+};
+}
+"""
+    assert sorted(cpp_functions(source)) == [(8, 13), (11, 12)]
+
+
+@pytest.mark.parametrize("suffix", [".cuh", ".h", ".cc"])
+def test_functions_of_cpp_are_small(suffix):
+    long = [
+        f"{file}:{first}: {last - first + 1} lines"
+        for file in code(suffix)
+        for first, last in cpp_functions(file.read_text())
+        if last - first >= MOST_LINES_OF_A_FUNCTION
+    ]
     assert not long
 
 

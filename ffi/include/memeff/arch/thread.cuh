@@ -22,6 +22,13 @@ CUTE_DEVICE unsigned block_index() {
   return block;
 }
 
+// Reads gridDim.x anew, which holds no register meanwhile.
+CUTE_DEVICE unsigned grid_size() {
+  unsigned size;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(size));
+  return size;
+}
+
 // Hides the value from the optimizer.
 CUTE_DEVICE void hide_value(unsigned& value) { asm volatile("" : "+r"(value)); }
 template <class Pointee>

@@ -141,55 +141,8 @@ struct FmhaBackwardLargeDimDkdv {
 
     long long const tile_index =
         key_tile_index<Config>(shape, grid.of_slice(), item.batch, item.head, item.tile);
-    auto sums_of = [&](float* sums, int columns) {
-      return sums + tile_index * ceil_div(columns, Product::kChunk) * Product::kChunkFloats;
-    };
-    StepRing ring(scores.buffers, Scores::kBufferBytes);
-    ring.start([&](uint32_t buffer) { scores.load(q_tiles.at(params, begin), 0, 0, buffer); });
-    int number = 0;
-    for (int index = begin; index < count; index = q_tiles.after(params, index), ++number) {
-      bool const first = index == begin;
-      bool const last = q_tiles.after(params, index) == count;
-      int const parity = (Config::kBlockMask ? number : index) % 2;
-      LargeDimTile const tile = q_tiles.at(params, index);
-      auto const value_product =
-          Scores::template rows<Product>(params.out_gradient, scores.queries, tile.row,
-                                         tile.query_head, mask.query_length, shape.value_dim);
-      auto const key_product =
-          Scores::template rows<Product>(params.query, scores.queries, tile.row, tile.query_head,
-                                         mask.query_length, shape.head_dim);
-      auto load_next_tile = [&](uint32_t buffer) {
-        if (!last)
-          scores.load(q_tiles.at(params, q_tiles.after(params, index)), 0, 1 - parity, buffer);
-      };
-      auto load_after_value = [&](uint32_t buffer) {
-        if constexpr (Config::kKeyGradient) {
-          key_product.load(0, buffer);
-        } else {
-          load_next_tile(buffer);
-        }
-      };
-      scores.template compute<Config::kValueGradient, Config::kKeyGradient>(
-          ring, tile, parity, [&](uint32_t buffer) {
-            if constexpr (Config::kValueGradient) {
-              value_product.load(0, buffer);
-            } else {
-              load_after_value(buffer);
-            }
-          });
-      auto keep = [](int) { return 1.0f; };
-      if constexpr (Config::kValueGradient) {
-        value_product.run(
-            ring, scores.probability_tile, sums_of(params.value_gradient_sum, shape.value_dim),
-            first, last, value_target, keep, [&](int) { return probability_scale<Config>(params); },
-            load_after_value);
-      }
-      if constexpr (Config::kKeyGradient) {
-        key_product.run(
-            ring, scores.score_tile, sums_of(params.key_gradient_sum, shape.head_dim), first, last,
-            key_target, keep, [&](int) { return params.scale.gradient_scale; }, load_next_tile);
-      }
-    }
+    add_q_blocks(params, scores, mask.query_length, q_tiles, begin, count, tile_index, key_target,
+                 value_target);
   }
 
  private:
@@ -233,6 +186,64 @@ struct FmhaBackwardLargeDimDkdv {
       return row_of_q_blocks<Config>(params, item, tiles, query_tiles, head);
     }
   };
+
+  // The main loop: adds to dK and dV for the Q blocks from index `begin` on. The last one scales
+  // the gradients and stores them. The sums in global memory are those of tile `tile_index`.
+  CUTE_DEVICE static void add_q_blocks(BackwardParams const& params, Scores const& scores,
+                                       int query_length, QTiles const& q_tiles, int begin,
+                                       int count, long long tile_index,
+                                       ChunkedTarget const& key_target,
+                                       ChunkedTarget const& value_target) {
+    ProblemShape const& shape = params.shape;
+    auto sums_of = [&](float* sums, int columns) {
+      return sums + tile_index * ceil_div(columns, Product::kChunk) * Product::kChunkFloats;
+    };
+    StepRing ring(scores.buffers, Scores::kBufferBytes);
+    ring.start([&](uint32_t buffer) { scores.load(q_tiles.at(params, begin), 0, 0, buffer); });
+    int number = 0;
+    for (int index = begin; index < count; index = q_tiles.after(params, index), ++number) {
+      bool const first = index == begin;
+      bool const last = q_tiles.after(params, index) == count;
+      int const parity = (Config::kBlockMask ? number : index) % 2;
+      LargeDimTile const tile = q_tiles.at(params, index);
+      auto const value_product =
+          Scores::template rows<Product>(params.out_gradient, scores.queries, tile.row,
+                                         tile.query_head, query_length, shape.value_dim);
+      auto const key_product = Scores::template rows<Product>(
+          params.query, scores.queries, tile.row, tile.query_head, query_length, shape.head_dim);
+      auto load_next_tile = [&](uint32_t buffer) {
+        if (!last)
+          scores.load(q_tiles.at(params, q_tiles.after(params, index)), 0, 1 - parity, buffer);
+      };
+      auto load_after_value = [&](uint32_t buffer) {
+        if constexpr (Config::kKeyGradient) {
+          key_product.load(0, buffer);
+        } else {
+          load_next_tile(buffer);
+        }
+      };
+      scores.template compute<Config::kValueGradient, Config::kKeyGradient>(
+          ring, tile, parity, [&](uint32_t buffer) {
+            if constexpr (Config::kValueGradient) {
+              value_product.load(0, buffer);
+            } else {
+              load_after_value(buffer);
+            }
+          });
+      auto keep = [](int) { return 1.0f; };
+      if constexpr (Config::kValueGradient) {
+        value_product.run(
+            ring, scores.probability_tile, sums_of(params.value_gradient_sum, shape.value_dim),
+            first, last, value_target, keep, [&](int) { return probability_scale<Config>(params); },
+            load_after_value);
+      }
+      if constexpr (Config::kKeyGradient) {
+        key_product.run(
+            ring, scores.score_tile, sums_of(params.key_gradient_sum, shape.head_dim), first, last,
+            key_target, keep, [&](int) { return params.scale.gradient_scale; }, load_next_tile);
+      }
+    }
+  }
 };
 
 }  // namespace memeff

@@ -31,7 +31,6 @@
 #include <memeff/kernels/backward/one_kernel/producer.cuh>
 #include <memeff/kernels/backward/postprocess.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
-#include <memeff/kernels/backward/transposed_score_gradient.cuh>
 #include <memeff/layout/backward_tiles_sm90.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
@@ -285,7 +284,8 @@ struct FmhaBackwardSm90 {
   using Consumer = BackwardConsumerSm90<Config, FmhaBackwardSm90>;
   using Epilogue = BackwardEpilogueSm90<Config, FmhaBackwardSm90>;
 
-  // The main loop: per Q block S, dP, P and dS, then dV, dQ and dK.
+  // The main loop: per Q block S, dP, P and dS, then dV, dQ and dK. Hazard: functions for more than
+  // single steps change how ptxas assigns registers (docs/tuning/compilers.md).
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
                                   Work const& work, Control& control, uint32_t tiles,
                                   KeyStage const& key, Stage& stage, int& score_buffer) {
@@ -301,10 +301,7 @@ struct FmhaBackwardSm90 {
     auto value_gradient = ValueGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(key_gradient);
     cute::clear(value_gradient);
-    CapturedSums::begin(tiles + kSumsOffset);
-    clear_skipped<Config, kConsumers>(params, item, work.tiles);
-    control.key.wait(key);
-    if (work.tiles.begin < work.tiles.end) consumer.begin();
+    consumer.begin(key);
     KeyRows const keys(key_tile, warpgroup * kWarpgroupRows);
     ValueRows const values(key_tile + kValueOffset, warpgroup * kWarpgroupRows);
 
@@ -339,18 +336,11 @@ struct FmhaBackwardSm90 {
         Deltas<ScoreGrid, kVectorsAhead> const deltas(statistics);
         wait_products<0>();  // dP
         fence_accumulators(score_gradient);
-        ScoreOperand probabilities;
-        ScoreOperand left_gradient;
-        differentiate_transposed<Config, Modifiers, BiasWriter, ScoreGrid>(
-            params, deltas.reader(statistics), work.position(head, tile), kept, scaled, scores,
-            score_gradient, probabilities, left_gradient, bias_sums,
-            CapturedSums(params, work.position(head, tile), tiles + kSumsOffset), captured_sums);
-        if constexpr (Config::kQueryGradient) {
-          consumer.store_score_gradient(score_tile, left_gradient);
-        }
-        if constexpr (BiasWriter::kFromTile) {
-          BiasWriter::store(params, work.position(head, tile), score_tile);
-        }
+        ScoreOperand probabilities;  // P^T
+        ScoreOperand left_gradient;  // dS^T
+        consumer.differentiate(head, tile, deltas.reader(statistics), kept, scaled, scores,
+                               score_gradient, score_tile, probabilities, left_gradient, bias_sums,
+                               captured_sums);
 
         auto query_gradient = QueryProductGrid::make_accumulators();  // (4, 1, MMA_N)
         consumer.begin_value_gradient(probabilities, out_tile, value_gradient);

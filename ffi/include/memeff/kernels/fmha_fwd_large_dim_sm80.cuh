@@ -59,9 +59,6 @@ struct FmhaForwardLargeDimSm80 {
   static constexpr int kSharedBytes = ScoreTile::kBytes + 2 * kBufferBytes + Softmax::kBytes;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
-    uint32_t const probability_tile = shared_address(dynamic_shared());
-    uint32_t const buffers = probability_tile + ScoreTile::kBytes;
-
     ProblemShape const& shape = params.shape;
     Grid const grid = {shape};
     WorkItem const item = work_item(grid, blockIdx.x);
@@ -100,6 +97,64 @@ struct FmhaForwardLargeDimSm80 {
 
     float* const sums = out_sums(params, item, grid.of_slice());
     ScoreOperands const operands = {params, mask, source, query_rows, row};
+    attend(params, item, mask, tiles, rows, operands, target, sums, write_logsumexp);
+  }
+
+  // The row of key `column` if keys are contiguous. In a paged call the loader looks up the rows.
+  CUTE_DEVICE static int first_row(int column) { return PageTable<Config>::kPaged ? 0 : column; }
+
+  // Writes the logsumexps of rows without a KV block.
+  template <class Write>
+  CUTE_DEVICE static void end_empty_rows(ForwardParams const& params, RowsOfTile<> const& rows,
+                                         Write write) {
+    for (int i = threadIdx.x; i < kTileQuery; i += kThreads) {
+      RowModifiers<Config> const modifiers(params, rows.at(i));
+      write(i, modifiers.finish(RowEnd::empty()).logsumexp);
+    }
+  }
+
+  // The queries and keys of the CTA, loaded in steps of columns.
+  struct ScoreOperands {
+    ForwardParams const& params;
+    Mask const& mask;
+    KeyValueSource<Config> const& source;
+    char const* query_rows;
+    int row;
+
+    // Starts the copies of step `step` of the queries and of KV block `tile`.
+    CUTE_DEVICE void load(int tile, int step, uint32_t buffer) const {
+      int const first = step * kStep;
+      int const column = tile * kTileKey;
+      TileLoader<QueryStep, kThreads, Config::kAlignment>::copy(
+          buffer, query_rows + first * int(sizeof(Element)),
+          params.query.row_stride * sizeof(Element), mask.query_length - row,
+          params.shape.head_dim - first);
+      using Loader = TileLoader<KeyStep, kThreads, Config::kAlignment>;
+      char const* const keys =
+          source.row(params.key, first_row(column)) + first * int(sizeof(Element));
+      long long const row_bytes = params.key.row_stride * sizeof(Element);
+      int const columns = params.shape.head_dim - first;
+      if constexpr (PageTable<Config>::kPaged) {
+        Loader::copy_pages(buffer + QueryStep::kBytes, keys, row_bytes, source.pages, column,
+                           mask.key_length, columns);
+      } else {
+        Loader::copy(buffer + QueryStep::kBytes, keys, row_bytes, mask.key_length - column,
+                     columns);
+      }
+    }
+  };
+
+  // The main loop: O += P V over the KV blocks. The last one scales the output and stores it.
+  template <class Write>
+  CUTE_DEVICE static void attend(ForwardParams const& params, WorkItem const& item,
+                                 Mask const& mask, KvBlocks const& tiles, RowsOfTile<> const& rows,
+                                 ScoreOperands const& operands, ChunkedTarget const& target,
+                                 float* sums, Write const& write_logsumexp) {
+    uint32_t const probability_tile = shared_address(dynamic_shared());
+    uint32_t const buffers = probability_tile + ScoreTile::kBytes;
+    KeyValueSource<Config> const& source = operands.source;
+    ProblemShape const& shape = params.shape;
+    int const row = operands.row;
     Softmax softmax(buffers + 2 * kBufferBytes);
     StepRing ring(buffers, kBufferBytes);
     ring.start([&](uint32_t buffer) { operands.load(tiles.end - 1, 0, buffer); });
@@ -151,50 +206,6 @@ struct FmhaForwardLargeDimSm80 {
           });
     }
   }
-
-  // The row of key `column` if keys are contiguous. In a paged call the loader looks up the rows.
-  CUTE_DEVICE static int first_row(int column) { return PageTable<Config>::kPaged ? 0 : column; }
-
-  // Writes the logsumexps of rows without a KV block.
-  template <class Write>
-  CUTE_DEVICE static void end_empty_rows(ForwardParams const& params, RowsOfTile<> const& rows,
-                                         Write write) {
-    for (int i = threadIdx.x; i < kTileQuery; i += kThreads) {
-      RowModifiers<Config> const modifiers(params, rows.at(i));
-      write(i, modifiers.finish(RowEnd::empty()).logsumexp);
-    }
-  }
-
-  // The queries and keys of the CTA, loaded in steps of columns.
-  struct ScoreOperands {
-    ForwardParams const& params;
-    Mask const& mask;
-    KeyValueSource<Config> const& source;
-    char const* query_rows;
-    int row;
-
-    // Starts the copies of step `step` of the queries and of KV block `tile`.
-    CUTE_DEVICE void load(int tile, int step, uint32_t buffer) const {
-      int const first = step * kStep;
-      int const column = tile * kTileKey;
-      TileLoader<QueryStep, kThreads, Config::kAlignment>::copy(
-          buffer, query_rows + first * int(sizeof(Element)),
-          params.query.row_stride * sizeof(Element), mask.query_length - row,
-          params.shape.head_dim - first);
-      using Loader = TileLoader<KeyStep, kThreads, Config::kAlignment>;
-      char const* const keys =
-          source.row(params.key, first_row(column)) + first * int(sizeof(Element));
-      long long const row_bytes = params.key.row_stride * sizeof(Element);
-      int const columns = params.shape.head_dim - first;
-      if constexpr (PageTable<Config>::kPaged) {
-        Loader::copy_pages(buffer + QueryStep::kBytes, keys, row_bytes, source.pages, column,
-                           mask.key_length, columns);
-      } else {
-        Loader::copy(buffer + QueryStep::kBytes, keys, row_bytes, mask.key_length - column,
-                     columns);
-      }
-    }
-  };
 
   // Computes S = Q K^T of a KV block. During its last step the first step of `next` is loaded.
   template <class Scores>

@@ -126,19 +126,7 @@ struct FmhaForwardSplitSm80 {
 
     KeyValueSource<Config> const source(params, item.batch, key_head);
     Operands operands(params, key_head, mask.key_length, query_tile + kTileBytes);
-    KvTiles kv_tiles = {
-        {{source.row(params.key)},
-         row_bytes<KeyValueElement<Config>>(params.key),
-         mask.key_length,
-         shape.head_dim},
-        {{source.row(params.value)},
-         row_bytes<KeyValueElement<Config>>(params.value),
-         mask.key_length,
-         shape.value_dim},
-        {source.pages, mask.key_length},
-        kv_blocks.end,
-        consumer_group_tiles,
-    };
+    KvTiles kv_tiles(params, source, mask.key_length, kv_blocks.end, consumer_group_tiles);
 
     auto output = OutGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     cute::clear(output);
@@ -169,18 +157,7 @@ struct FmhaForwardSplitSm80 {
     attend(params, item, mask, rows, walk, kv_tiles, operands, query_tile, softmax, output,
            [](int) {});
 
-    __syncthreads();  // Merge overwrites the tiles: every warp must have read them
-    Merge::run(query_tile, softmax, output, params.scale.softmax_scale);
-    if (ConsumerGroup::index() > 0) return;
-    softmax.finish(output, params.scale.softmax_scale,
-                   probability_scale<Config>(params) * operands.output_scale(),
-                   LaneRowModifiers<Config, OutGrid>(params, rows));
-    Operands::order_columns(output);
-    if (params.splits == 1) {
-      Out::store(params, softmax, output);
-    } else {
-      Out::store_partial(params, item.split, softmax, output);
-    }
+    finish(params, item, rows, operands, query_tile, softmax, output);
   }
 
   // The KV blocks that the rows of a tile attend to.
@@ -246,6 +223,26 @@ struct FmhaForwardSplitSm80 {
         end_block(walk.tile());
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+  }
+
+  // Merges the outputs of the consumer groups, and stores the result of the CTA. `shared` is the
+  // beginning of the tiles.
+  template <class Output>
+  CUTE_DEVICE static void finish(ForwardParams const& params, SplitWorkItem const& item,
+                                 TileRows const& rows, Operands const& operands, uint32_t shared,
+                                 Softmax& softmax, Output& output) {
+    __syncthreads();  // Merge overwrites the tiles: every warp must have read them
+    Merge::run(shared, softmax, output, params.scale.softmax_scale);
+    if (ConsumerGroup::index() > 0) return;
+    softmax.finish(output, params.scale.softmax_scale,
+                   probability_scale<Config>(params) * operands.output_scale(),
+                   LaneRowModifiers<Config, OutGrid>(params, rows));
+    Operands::order_columns(output);
+    if (params.splits == 1) {
+      Out::store(params, softmax, output);
+    } else {
+      Out::store_partial(params, item.split, softmax, output);
     }
   }
 

@@ -3,6 +3,7 @@
 // main loop in vector registers and spills.
 #pragma once
 
+#include <memeff/arch/thread.cuh>
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/work_item.cuh>
 
@@ -14,11 +15,14 @@ namespace memeff {
 template <class Config>
 class KvBlocksInRounds {
  public:
-  // Takes the next KV block, if there is one.
+  // Takes the next KV block, if there is one. The numbers of CTAs and of KV blocks are computed
+  // anew in each round: ptxas would spill them, because the producer has few registers.
   CUTE_DEVICE bool take(BackwardParams const& params, WorkItem& item) {
     ProblemShape const& shape = params.shape;
-    unsigned const tiles = ceil_div(shape.key_length, Config::kTileKey);
-    unsigned const number = round_ * gridDim.x + place();
+    unsigned key_length = shape.key_length;
+    hide_value(key_length);
+    unsigned const tiles = ceil_div(int(key_length), Config::kTileKey);
+    unsigned const number = round_ * grid_size() + place();
     if (number >= tiles * unsigned(shape.key_heads) * unsigned(shape.batch)) return false;
     ++round_;
     item = WorkItem::of_block(number, int(tiles), shape.key_heads);
@@ -39,7 +43,7 @@ class KvBlocksInRounds {
   // same one of 4 in every round. Its place is not kept, because the producer has few registers.
   CUTE_DEVICE unsigned place() const {
     constexpr unsigned kGroup = 16;
-    bool const in_group = blockIdx.x < gridDim.x / kGroup * kGroup;
+    bool const in_group = blockIdx.x < grid_size() / kGroup * kGroup;
     return in_group ? blockIdx.x ^ round_ % kGroup : blockIdx.x;
   }
 

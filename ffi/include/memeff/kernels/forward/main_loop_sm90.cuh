@@ -1,10 +1,10 @@
 // The main loop of kernels/fmha_fwd_sm90.cuh, which a consumer runs for the work tiles that it has
 // rows of.
 //
-// Hazard: keep the state in local variables, and release_operands, begin_output and end_output as
-// lambdas. As members of an object, or as functions, they change how ptxas assigns registers; so
-// does a single function for everything that changes with the work tile. A lambda that captures an
-// object with all of the state even hides from ptxas that work tile and mask are uniform.
+// Hazard: keep the state in local variables, and begin_output and end_output as lambdas. As members
+// of an object, or as functions, they change how ptxas assigns registers; so does a single function
+// for everything that changes with the work tile. A lambda that captures an object with all of the
+// state even hides from ptxas that work tile and mask are uniform.
 #pragma once
 
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -65,34 +65,24 @@ struct ForwardMainLoopSm90 {
   }
 
  private:
-  // Computes a work tile and the following ones, up to one without rows of this consumer.
+  // Computes a work tile and the following ones, up to one without rows of this consumer. Each
+  // iteration computes P of a KV block while O += P V runs for the block before it, which may be
+  // the last one of the previous work tile.
   CUTE_DEVICE static void compute_work_tiles(ForwardParams const& params, Control& control,
                                              uint32_t tiles, WorkItem item, Position& at) {
-    int const warpgroup = at.row_warpgroup;
-    bool const leader = at.leader;
     Mask mask(params.mask, params.shape, item.batch);
     Blocks range(params, mask, item, at.group);
-    int tile = range.first(mask, item, warpgroup);
+    int tile = range.first(mask, item, at.row_warpgroup);
     Linear linear(params, item);
     Softmax softmax;
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
     typename Operands::Part part;
-    auto& sums = Operands::sums(output, part);
-    bool begins = true;  // nothing has been added to the output
+    auto& sums = Operands::sums(output, part);  // accumulators of P V: the output, or its last part
+    bool begins = true;                         // nothing has been added to the output
     Queries queries;
-    auto release_operands = [&](bool ends_work_tile) {
-      if constexpr (kReleasesByPredicate) {
-        if (leader) control.key.release(at.key);
-        if (leader && ends_work_tile) control.query[warpgroup].release(at.query);
-      } else {
-        if (!leader) return;
-        control.key.release(at.key);
-        if (ends_work_tile) control.query[warpgroup].release(at.query);
-      }
-    };
     auto probabilities = first_probabilities(params, control, tiles, at, mask, item, range, tile,
-                                             queries, scores, linear, softmax, release_operands);
+                                             queries, scores, linear, softmax);
     auto begin_output = [&] {
       control.value.wait(at.value);
       begin_products();
@@ -102,7 +92,7 @@ struct ForwardMainLoopSm90 {
     auto end_output = [&] {
       wait_products<0>();
       fence_accumulators(sums);
-      if (leader) control.value.release(at.value);
+      if (at.leader) control.value.release(at.value);
       Consumer::advance(at.value);
       Operands::add(output, part, probabilities, begins);
     };
@@ -128,14 +118,9 @@ struct ForwardMainLoopSm90 {
       fence_accumulators(sums);
       if constexpr (Operands::kSequential) begin_output();
       if constexpr (Operands::kSequential) end_output();
-      Turns::take(at.warpgroup);
-      begin_scores(tiles, at, queries, linear, scores);
-      if constexpr (!Operands::kSequential) begin_output();
-      Turns::pass(at.warpgroup);
-      auto const kept = kept_blocks(params, control, at, item, tile);
-      wait_products<Operands::kSequential ? 0 : 1>();
-      unscale(tiles, at, scores);
-      release_operands(tile == range.begin);
+      auto const kept = multiply_keys<Operands::kSequential ? 0 : 1>(
+          params, control, tiles, at, item, tile, queries, linear, scores, begin_output);
+      release_operands(control, at, tile == range.begin);
       modify(params, mask, item, tile, range, tiles, at, linear, scores);
       auto const correction = softmax.exponentiate(
           scores, linear.softmax_scale(params.scale),
@@ -188,23 +173,18 @@ struct ForwardMainLoopSm90 {
   }
 
   // The probabilities of the first KV block of the first work tile.
-  template <class Scores, class ReleaseOperands>
+  template <class Scores>
   CUTE_DEVICE static auto first_probabilities(ForwardParams const& params, Control& control,
                                               uint32_t tiles, Position& at, Mask const& mask,
                                               WorkItem const& item, Blocks const& range, int tile,
                                               Queries& queries, Scores& scores,
-                                              Linear const& linear, Softmax& softmax,
-                                              ReleaseOperands const& release_operands) {
+                                              Linear const& linear, Softmax& softmax) {
     begin_tile(params, control, tiles, at, mask, item, range, tile, tile + 1, queries);
     Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
     control.key.wait(at.key);
-    Turns::take(at.warpgroup);
-    begin_scores(tiles, at, queries, linear, scores);
-    Turns::pass(at.warpgroup);
-    auto const kept = kept_blocks(params, control, at, item, tile);
-    wait_products<0>();
-    unscale(tiles, at, scores);
-    release_operands(tile == range.begin);
+    auto const kept =
+        multiply_keys<0>(params, control, tiles, at, item, tile, queries, linear, scores, [] {});
+    release_operands(control, at, tile == range.begin);
     modify(params, mask, item, tile, range, tiles, at, linear, scores);
     softmax.exponentiate(scores, linear.softmax_scale(params.scale), typename Softmax::Nothing{},
                          linear.shift(item.tile * kTileQuery, tile * kTileKey));
@@ -227,6 +207,38 @@ struct ForwardMainLoopSm90 {
                                        Queries& queries) {
     control.query[at.row_warpgroup].wait(at.query);
     queries.take(Kernel::queries(tiles, at.query), at.row_warpgroup);
+  }
+
+  // S = Q K^T of a KV block. Unless products are sequential, begin_output() begins another one
+  // behind it, and kRunning products may still run afterwards. Returns the modifiers of the block's
+  // probabilities, which are computed while the products run.
+  template <int kRunning, class Scores, class BeginOutput>
+  CUTE_DEVICE static KeptBlocks multiply_keys(ForwardParams const& params, Control& control,
+                                              uint32_t tiles, Position const& at,
+                                              WorkItem const& item, int tile,
+                                              Queries const& queries, Linear const& linear,
+                                              Scores& scores, BeginOutput const& begin_output) {
+    Turns::take(at.warpgroup);
+    begin_scores(tiles, at, queries, linear, scores);
+    if constexpr (!Operands::kSequential) begin_output();
+    Turns::pass(at.warpgroup);
+    auto const kept = kept_blocks(params, control, at, item, tile);
+    wait_products<kRunning>();
+    unscale(tiles, at, scores);
+    return kept;
+  }
+
+  // Releases the keys of a KV block and, after the last block of a work tile, its queries.
+  CUTE_DEVICE static void release_operands(Control& control, Position const& at,
+                                           bool ends_work_tile) {
+    if constexpr (kReleasesByPredicate) {
+      if (at.leader) control.key.release(at.key);
+      if (at.leader && ends_work_tile) control.query[at.row_warpgroup].release(at.query);
+    } else {
+      if (!at.leader) return;
+      control.key.release(at.key);
+      if (ends_work_tile) control.query[at.row_warpgroup].release(at.query);
+    }
   }
 
   template <class Scores>

@@ -7,6 +7,7 @@ namespace memeff {
 
 CUTE_DEVICE int thread_index() { return int(threadIdx.x); }
 CUTE_DEVICE unsigned block_index() { return blockIdx.x; }
+CUTE_DEVICE unsigned grid_size() { return gridDim.x; }
 template <class Value>
 CUTE_DEVICE void hide_value(Value&) {}
 

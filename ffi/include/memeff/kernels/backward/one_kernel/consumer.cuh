@@ -3,6 +3,7 @@
 
 #include <memeff/collective/softmax/transposed.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
+#include <memeff/kernels/backward/transposed_score_gradient.cuh>
 #include <memeff/layout/tma_tile.cuh>
 
 namespace memeff {
@@ -12,11 +13,16 @@ namespace memeff {
 template <class Config, class Kernel>
 struct BackwardConsumerSm90 {
   using Bias = typename Kernel::Bias;
+  using BiasSums = typename Kernel::BiasSums;
+  using BiasWriter = typename Kernel::BiasWriter;
+  using CapturedSums = typename Kernel::CapturedSums;
   using Control = typename Kernel::Control;
   using DqSums = typename Kernel::DqSums;
   using Element = typename Kernel::Element;
+  using KeptBlocks = typename Kernel::KeptBlocks;
   using KeyColumns = typename Kernel::KeyColumns;
   using KeyRows = typename Kernel::KeyRows;
+  using KeyStage = typename Kernel::KeyStage;
   using KeyTile = typename Kernel::KeyTile;
   using Mask = typename Kernel::Mask;
   using Modifiers = typename Kernel::Modifiers;
@@ -41,6 +47,7 @@ struct BackwardConsumerSm90 {
   static constexpr auto kConsumers = Kernel::kConsumers;
   static constexpr auto kDqOffset = Kernel::kDqOffset;
   static constexpr auto kScoreGradient = Kernel::kScoreGradient;
+  static constexpr auto kSumsOffset = Kernel::kSumsOffset;
   static constexpr auto kTileKey = Kernel::kTileKey;
   static constexpr auto kTileQuery = Kernel::kTileQuery;
   static constexpr auto kValueOffset = Kernel::kValueOffset;
@@ -52,8 +59,12 @@ struct BackwardConsumerSm90 {
   uint32_t tiles;
   uint32_t key_tile;
 
-  // Prepares keys and values, before the first Q block.
-  CUTE_DEVICE void begin() const {
+  // Waits for keys and values, and clears what no Q block will write or must not read.
+  CUTE_DEVICE void begin(KeyStage const& key) const {
+    CapturedSums::begin(tiles + kSumsOffset);
+    clear_skipped<Config, kConsumers>(params, work.item, work.tiles);
+    control.key.wait(key);
+    if (work.tiles.begin >= work.tiles.end) return;
     int const first_head = work.head_with_blocks(params, work.item.head * params.shape.group);
     Bias(tiles + kBiasOffset)
         .load_first(params, work, mask, first_head, work.row_of_blocks(params, first_head).begin);
@@ -117,6 +128,24 @@ struct BackwardConsumerSm90 {
                             params.scale.softmax_scale, scores);
     fence_accumulators(scores);
     modifiers.bias.load_next(params, work, mask, head, tile);
+  }
+
+  // Computes dS^T from P^T and dP^T, packs P^T and dS^T, and stores dS for dQ.
+  template <class DeltaReader, class Scores>
+  CUTE_DEVICE void differentiate(int head, int tile, DeltaReader const& deltas,
+                                 KeptBlocks const& kept, Scores const& scaled, Scores const& scores,
+                                 Scores const& score_gradient, uint32_t score_tile,
+                                 ScoreOperand& probabilities, ScoreOperand& left_gradient,
+                                 BiasSums& bias_sums,
+                                 typename CapturedSums::Sums& captured_sums) const {
+    differentiate_transposed<Config, Modifiers, BiasWriter, ScoreGrid>(
+        params, deltas, work.position(head, tile), kept, scaled, scores, score_gradient,
+        probabilities, left_gradient, bias_sums,
+        CapturedSums(params, work.position(head, tile), tiles + kSumsOffset), captured_sums);
+    if constexpr (Config::kQueryGradient) store_score_gradient(score_tile, left_gradient);
+    if constexpr (BiasWriter::kFromTile) {
+      BiasWriter::store(params, work.position(head, tile), score_tile);
+    }
   }
 
   // dV += P^T dO

@@ -5,6 +5,7 @@
 #include <memeff/collective/copies/copied_rows.cuh>
 #include <memeff/core/page_table.cuh>
 #include <memeff/kernels/forward/split/operands.cuh>
+#include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 
 namespace memeff {
@@ -26,6 +27,21 @@ struct SplitKvTiles {
   PageWindow<Config> pages;
   int end;
   uint32_t shared;
+
+  // KV blocks from `end` on are not copied. The buffers begin at `shared`.
+  CUTE_DEVICE SplitKvTiles(ForwardParams const& params, KeyValueSource<Config> const& source,
+                           int key_length, int end, uint32_t shared)
+      : keys{{source.row(params.key)},
+             row_bytes<KeyValueElement<Config>>(params.key),
+             key_length,
+             params.shape.head_dim},
+        values{{source.row(params.value)},
+               row_bytes<KeyValueElement<Config>>(params.value),
+               key_length,
+               params.shape.value_dim},
+        pages{source.pages, key_length},
+        end(end),
+        shared(shared) {}
 
   // Starts the copies of a KV block. Past the end it commits an empty group, so that the counts of
   // the waits stay correct.
