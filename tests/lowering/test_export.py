@@ -224,7 +224,8 @@ def test_other_symbolic_sizes_are_an_error(shapes):
 
 @pytest.mark.parametrize("function", [jax_memeff.paged_attention, jax_memeff.append_to_pages])
 @pytest.mark.parametrize(
-    "text", ["b, 7, 16, 3, 2", "2, p, 16, 3, 2", "2, 7, s, 3, 2", "2, 7, 16, m, 2", "2, 7, 16, 3, n"]
+    "text",
+    ["b, 7, 16, 3, 2", "2, p, 16, 3, 2", "2, 7, s, 3, 2", "2, 7, 16, m, 2", "2, 7, 16, 3, n"],
 )
 def test_symbolic_sizes_of_paged_calls_are_an_error(function, text):
     scope = jax.export.SymbolicScope()

@@ -340,7 +340,9 @@ def test_lengths_that_differ_over_the_ring_are_refused(name):
 @pytest.mark.parametrize("axis_name", [["ring"], {"ring"}])
 def test_a_list_of_axes_is_refused(axis_name):
     x = jnp.zeros((1, 8, 2, 4))
-    with pytest.raises(TypeError, match="axis_name must be a mesh axis or a tuple of .*; pass a tu"):
+    with pytest.raises(
+        TypeError, match=r"axis_name must be a mesh axis or a tuple .*; pass a tuple"
+    ):
         jax_memeff.ring_attention(x, x, x, axis_name=axis_name)
 
 
