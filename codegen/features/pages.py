@@ -119,7 +119,8 @@ class Pages(Feature[AskedPages, CompiledPages]):
             )
         if not asked.size and asked != self.off:
             raise ValueError(
-                f"expected a page size, because keys are only paged with one, got {asked}"
+                "expected a page size (--page-size), because only keys in pages are float8, "
+                f"latent, scaled or batch invariant, got {asked.size}"
             )
         expect_one_of("the dtype of pages", asked.dtype, ("query", "f8e4m3"))
         for scale in (asked.key_scale, asked.value_scale):

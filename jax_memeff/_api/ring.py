@@ -246,6 +246,13 @@ def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
 
 def _devices(axis_name: AxisName) -> int:
     try:
+        hash(axis_name)
+    except TypeError:
+        raise TypeError(
+            f"axis_name must be a mesh axis or a tuple of them, got {axis_name!r:.80} of type "
+            f"{type(axis_name).__name__}; pass a tuple"
+        ) from None
+    try:
         return lax.axis_size(axis_name)
     except NameError:
         bound = ", ".join(map(repr, jax.sharding.get_abstract_mesh().manual_axes)) or "none"

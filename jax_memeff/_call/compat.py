@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import compiler, core, dispatch
+from jax._src import compiler, config, core, dispatch
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 from jax._src.interpreters.batching import BatchTrace
+from jax._src.interpreters.mlir import TracebackCaches
 from jax._src.shard_map import ShardMapTrace
 from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend import source_info_util
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import Mesh, PartitionSpec
 
@@ -145,6 +147,45 @@ def replace_compile_errors(handler: Callable[[Exception], Exception | None]) -> 
     XLA turns an exception raised in a Python callback into text inside an error of its own.
     """
     compiler.register_xla_runtime_error_handler(handler)
+
+
+def located_at_this_call(partition: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule of custom_partitioning whose programs have no stack frames of their own.
+
+    XLA puts such a program into the module of the call, whose table of stack frames does not have
+    those of the program. If the program refers to a frame beyond the end of the table, XLA's
+    inliner may loop forever. So the program is one operation with the location of the call that is
+    being lowered, and the operations inside have no location.
+    """
+    traceback = source_info_util.current().traceback
+
+    @functools.wraps(partition)
+    def located(*arguments: Any) -> tuple[Any, ...]:
+        mesh, program, *shardings = partition(*arguments)
+
+        def at_call(*operands: Any) -> Any:
+            with source_info_util.user_context(traceback):
+                return _program.bind(*operands, jaxpr=jax.make_jaxpr(program)(*operands))
+
+        return mesh, at_call, *shardings
+
+    return located
+
+
+_program = Primitive("program_of_device")
+_program.multiple_results = True
+_program.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
+
+
+def _without_frames(ctx: mlir.LoweringRuleContext, *values: Any, jaxpr: Any) -> Any:
+    with config.traceback_in_locations_limit(0):
+        caches = TracebackCaches()
+    module: Any = ctx.module_context
+    ctx = ctx.replace(module_context=module.replace(traceback_caches=caches))
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *values)
+
+
+mlir.register_lowering(_program, _without_frames)
 
 
 def spec_of(sharding: Any, mesh: Mesh, rank: int) -> PartitionSpec | None:

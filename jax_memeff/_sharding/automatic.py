@@ -212,7 +212,8 @@ class _Call(NamedTuple):
             return split(self.primitive.bind(*whole, **self.params), out_dims)
 
         function = custom_partitioning(bind)
-        function.def_partition(self.partition, sharding_rule=rule, decode_shardings=False)
+        partition = compat.located_at_this_call(self.partition)
+        function.def_partition(partition, sharding_rule=rule, decode_shardings=False)
         with set_xla_metadata(jax_memeff_digest=digest):
             results = function(*split(leaves, in_dims))
         return list(map(batch.joined, results, out_dims))

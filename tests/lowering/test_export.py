@@ -223,12 +223,15 @@ def test_other_symbolic_sizes_are_an_error(shapes):
 
 
 @pytest.mark.parametrize("function", [jax_memeff.paged_attention, jax_memeff.append_to_pages])
-@pytest.mark.parametrize("text", ["b, 7", "2, p"])
+@pytest.mark.parametrize(
+    "text",
+    ["b, 7, 16, 3, 2", "2, p, 16, 3, 2", "2, 7, s, 3, 2", "2, 7, 16, m, 2", "2, 7, 16, 3, n"],
+)
 def test_symbolic_sizes_of_paged_calls_are_an_error(function, text):
     scope = jax.export.SymbolicScope()
-    b, pages = jax.export.symbolic_shape(text, scope=scope)
-    new, pool = shape(b, 1, K, H), shape(pages, 16, K, H)
-    table, lengths = shape(b, 3, dtype=jnp.int32), shape(b, dtype=jnp.int32)
+    b, pages, page_size, max_pages, heads = jax.export.symbolic_shape(text, scope=scope)
+    new, pool = shape(b, 1, heads, H), shape(pages, page_size, 2, H)
+    table, lengths = shape(b, max_pages, dtype=jnp.int32), shape(b, dtype=jnp.int32)
     arrays = {
         jax_memeff.paged_attention: (new, pool, pool),
         jax_memeff.append_to_pages: (pool, pool, new, new),

@@ -337,6 +337,15 @@ def test_lengths_that_differ_over_the_ring_are_refused(name):
     assert shapes_of(whole) == (1, 24, 2, 4)
 
 
+@pytest.mark.parametrize("axis_name", [["ring"], {"ring"}])
+def test_a_list_of_axes_is_refused(axis_name):
+    x = jnp.zeros((1, 8, 2, 4))
+    with pytest.raises(
+        TypeError, match=r"axis_name must be a mesh axis or a tuple .*; pass a tuple"
+    ):
+        jax_memeff.ring_attention(x, x, x, axis_name=axis_name)
+
+
 def test_outside_of_shard_map_the_axis_is_not_bound():
     x = jnp.zeros((1, 8, 2, 4))
     with pytest.raises(ValueError, match=r"'ring'; the axes here are: none. Call .* jax.shard_map"):

@@ -91,4 +91,5 @@ def test_flags_of_a_pool_need_pages(capsys):
     arguments = ["build", "--dtype", "bf16", "--head-dim", "64", "--arch", "sm_80", "--float8"]
     with pytest.raises(SystemExit):
         cli.main(arguments)
-    assert "expected a page size, because keys are only paged with one" in capsys.readouterr().err
+    said = "expected a page size (--page-size), because only keys in pages are float8, latent, "
+    assert f"{said}scaled or batch invariant, got 0" in capsys.readouterr().err

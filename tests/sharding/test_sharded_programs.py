@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,3 +129,18 @@ def test_saved_results_are_not_computed_again():
     assert str(saved).count("attention_fwd[") == 1
     again = jax.make_jaxpr(jax.grad(jax.checkpoint(loss)))(*operands)
     assert str(again).count("attention_fwd[") == 2
+
+
+def test_partitioned_programs_have_no_stack_frames():
+    """XLA looks them up in the table of the call's module, and may loop forever."""
+    sharded = [put(mesh_of(AxisType.Auto, HOST), x, *ON_BOTH) for x in projections()]
+    config: Any = jax.config
+    limit = "jax_traceback_in_locations_limit"
+    before = getattr(config, limit)  # 0 in tests: no frames at all
+    config.update(limit, 10)
+    try:
+        text = jax.jit(dot_product_attention).lower(*sharded).compile().as_text() or ""
+    finally:
+        config.update(limit, before)
+    of_program = r'op_name="[^"]*tmp_xla_computation[^"]*" stack_frame_id=(\d+)'
+    assert len(set(re.findall(of_program, text))) == 1  # that of the call

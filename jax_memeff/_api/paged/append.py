@@ -110,7 +110,6 @@ def append_to_pages(
     table = arguments.table(page_table, keys)
     batch, longest = table.shape[0], table.shape[1] * keys.shape[1]
     named = _new_tokens(key, value, keys, values_)
-    arguments.static_sizes(key_pages=keys, page_table=table, **named)
     each = named["key"].shape[1] if query_starts is None and named["key"].ndim == 4 else None
     new = arguments.tokens(tuple(named), tuple(named.values()), query_starts, batch, "K, H")
     # Every device has all pages of its heads, so it needs every new token.
@@ -143,6 +142,7 @@ def _new_tokens(
         if pool is None:
             continue
         array = found[name] = jnp.asarray(values.array(name, x))
+        arguments.static_sizes(**{name: array})
         is_float8 = pool.dtype == arguments.FLOAT8
         if array.dtype != pool.dtype and not (
             is_float8 and jnp.issubdtype(array.dtype, jnp.floating)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
 
 from jax_memeff._api import argument_arrays, argument_numbers
 from jax_memeff._api.paged.shapes import gathered, with_leading
@@ -53,6 +52,7 @@ def pools(key_pages: Any, value_pages: Any) -> tuple[jax.Array, jax.Array | None
             raise TypeError(
                 f"{name} must be one of {', '.join(POOL_DTYPES)}, got {array.dtype}; cast it"
             )
+    static_sizes(**arrays)
     key = arrays["key_pages"]
     if key.shape[1] == 0 or key.shape[1] % MULTIPLE:
         raise ValueError(
@@ -60,7 +60,7 @@ def pools(key_pages: Any, value_pages: Any) -> tuple[jax.Array, jax.Array | None
             f"{key.shape[1]} in shape {key.shape}"
         )
     keys = key.shape[0] * key.shape[1]
-    if not export.is_symbolic_dim(keys) and keys > values.INT32_MAX:
+    if keys > values.INT32_MAX:
         raise ValueError(
             f"key_pages must have at most {values.INT32_MAX} keys together, got {key.shape[0]} "
             f"pages of {key.shape[1]} keys in shape {key.shape}; use several pools"
@@ -96,6 +96,7 @@ def table(value: Any, key_pages: jax.Array) -> jax.Array:
         raise ValueError(
             f"page_table must have rank 2, [B, max_pages], got shape {tuple(array.shape)}"
         )
+    static_sizes(page_table=array)
     longest = array.shape[1] * key_pages.shape[1]
     if longest > values.INT32_MAX:
         raise ValueError(
@@ -257,6 +258,7 @@ def query(value: Any, key_pages: jax.Array) -> jax.Array:
     """The query, which has the dtype of the pool unless the pool is float8."""
     array = jnp.asarray(values.array("query", value))
     argument_arrays.float_dtype("query", array)
+    static_sizes(query=array)
     if key_pages.dtype not in (array.dtype, FLOAT8):
         raise TypeError(
             f"key_pages must have the dtype of query, {array.dtype}, or {FLOAT8}, got "

@@ -168,7 +168,6 @@ def prepare(
     key_pages, value_pages = checks.pools(key_pages, value_pages)
     query = checks.query(query, key_pages)
     table = checks.table(page_table, key_pages)
-    checks.static_sizes(query=query, key_pages=key_pages, page_table=table)
     batch, max_pages = table.shape
     page_size, starts = key_pages.shape[1], named["query_starts"]
     (tokens,) = checks.tokens(("query",), (query,), starts, batch, "N, H")
