@@ -21,8 +21,9 @@ from jax_memeff.codegen.problem import (
 from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec, Row
 from jax_memeff.codegen.strategy import PLAIN, QUERY_ROWS, Strategy, of_direction
 from jax_memeff.codegen.support import (
-    dim_reasons,
     family_reasons,
+    has_room,
+    solves,
     spec_reasons,
     unsupported_reasons,
 )
@@ -92,11 +93,11 @@ def select(problem: Problem, strategy: Strategy = PLAIN) -> KernelSpec:
     inputs = f"asked for: {', '.join(filter(None, map(str, (problem, strategy))))}"
     if reasons := family_reasons(problem):
         raise UnsupportedError([inputs, *reasons])
-    for kernel, row in _rows(problem):
-        if not dim_reasons(row, problem):
-            spec = _spec(kernel, row, problem, strategy)
-            if not spec_reasons(spec, problem, strategy):
-                return spec
+    large_enough = (entry for entry in _rows(problem) if has_room(entry[1], problem))
+    for kernel, row in sorted(large_enough, key=_order):
+        spec = _spec(kernel, row, problem, strategy)
+        if solves(spec, problem, strategy):
+            return spec
     specs = _table(problem, strategy)
     refused = ((spec.name, spec_reasons(spec, problem, strategy)) for spec in specs)
     raise UnsupportedError(
@@ -193,12 +194,14 @@ def table(arch: str) -> str:
 
 
 def _table(problem: Problem, strategy: Strategy) -> list[KernelSpec]:
-    return [_spec(kernel, row, problem, strategy) for kernel, row in _rows(problem)]
+    rows = sorted(_rows(problem), key=_order)
+    return [_spec(kernel, row, problem, strategy) for kernel, row in rows]
 
 
-def _rows(problem: Problem) -> list[tuple[Kernel, Row]]:
-    kernels = (kernel for kernel in KERNELS if kernel.direction == problem.direction)
-    return sorted(((kernel, row) for kernel in kernels for row in kernel.rows(problem)), key=_order)
+def _rows(problem: Problem) -> Iterator[tuple[Kernel, Row]]:
+    for kernel in KERNELS:
+        if kernel.direction == problem.direction:
+            yield from ((kernel, row) for row in kernel.rows(problem))
 
 
 def _order(entry: tuple[Kernel, Row]) -> tuple:

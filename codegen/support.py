@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import gpu
 from jax_memeff.codegen.features import FEATURES
@@ -57,25 +59,38 @@ def _tangent_reasons(problem: Problem) -> list[str]:
 
 def spec_reasons(spec: KernelSpec, problem: Problem, strategy: Strategy = PLAIN) -> list[str]:
     """The reasons against this spec, besides those that apply to every kernel."""
-    reasons = []
+    return list(_each_reason(spec, problem, strategy))
+
+
+def solves(spec: KernelSpec, problem: Problem, strategy: Strategy = PLAIN) -> bool:
+    """Whether ``spec_reasons`` is empty. The first reason ends the search for others."""
+    return next(_each_reason(spec, problem, strategy), None) is None
+
+
+def _each_reason(spec: KernelSpec, problem: Problem, strategy: Strategy) -> Iterator[str]:
     if spec.direction != problem.direction:
-        reasons.append(f"it is a {spec.direction} kernel, not a {problem.direction} one")
+        yield f"it is a {spec.direction} kernel, not a {problem.direction} one"
     if spec.dtype != problem.dtype:
-        reasons.append(f"it is for {spec.dtype}, not {problem.dtype}")
+        yield f"it is for {spec.dtype}, not {problem.dtype}"
     for feature in FEATURES:
-        reasons += feature.reasons(spec, problem)
+        yield from feature.reasons(spec, problem)
     if spec.alignment > problem.alignment:
-        reasons.append(
+        yield (
             f"it moves {spec.alignment} bytes at a time, and rows begin at multiples of "
             f"{problem.alignment}"
         )
-    reasons += _tile_reasons(spec)
-    reasons += spec.kernel.reasons(spec, problem, strategy)
-    return reasons + dim_reasons(spec, problem) + _shared_memory_reasons(spec, problem)
+    yield from _tile_reasons(spec)
+    yield from spec.kernel.reasons(spec, problem, strategy)
+    yield from _dim_reasons(spec, problem)
+    yield from _shared_memory_reasons(spec, problem)
 
 
-def dim_reasons(spec: KernelSpec | Row, problem: Problem) -> list[str]:
-    """The part of ``spec_reasons`` that is cheap to check and rules out most of the table."""
+def has_room(row: Row, problem: Problem) -> bool:
+    """Whether a row is for dims as large as the problem's, which rules out most of the table."""
+    return problem.head_dim <= row.padded_head_dim and problem.value_dim <= row.padded_value_dim
+
+
+def _dim_reasons(spec: KernelSpec, problem: Problem) -> list[str]:
     dims = (
         ("head_dim", problem.head_dim, spec.padded_head_dim),
         ("value_dim", problem.value_dim, spec.padded_value_dim),

@@ -19,14 +19,15 @@ except ImportError as error:
     raise pytest.UsageError(str(error)) from None
 
 # The tests spend most of their time compiling for the CPU: half of it in XLA's newer emitters, a
-# tenth in splitting each module for 32 threads, and a tenth in setting up XNNPACK for each product.
-# XLA aborts on an unknown flag, and jaxlib 0.11 does not know the first one.
+# tenth in splitting each module for 32 threads, and a tenth in setting up XNNPACK and YNNPACK for
+# each product. XLA aborts on an unknown flag, and jaxlib 0.11 does not know the first one.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     given = os.environ.get("XLA_FLAGS", "")
     quicker = {
         "xla_cpu_use_fusion_emitters": "false",
         "xla_cpu_parallel_codegen_split_count": "1",
         "xla_cpu_use_xnnpack": "false",
+        "xla_cpu_experimental_ynn_fusion_type": "",  # no operation gets a program of YNNPACK
     }
     flags = [f"--{name}={value}" for name, value in quicker.items() if name not in given]
     os.environ["XLA_FLAGS"] = " ".join([*given.split(), *flags])

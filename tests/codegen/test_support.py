@@ -104,7 +104,7 @@ def test_reasons_of_a_spec_name_what_differs():
 
 
 def test_when_specs_alone_refuse_the_error_lists_them(monkeypatch):
-    monkeypatch.setattr(select, "spec_reasons", lambda *_: ["it is Tuesday"])
+    monkeypatch.setattr(support, "_each_reason", lambda *_: iter(["it is Tuesday"]))
     with pytest.raises(UnsupportedError, match="fmha_fwd_bf16_d32_128x128_sm80: it is Tuesday"):
         select.select(problem())
 

@@ -38,7 +38,10 @@ def assert_close(got, expected, tolerance=2e-5):
 def scrambled(tree):
     """Random values for every array, so that nothing agrees only because it is 0 or 1."""
     leaves, structure = jax.tree.flatten(tree)
-    leaves = [leaf + 0.1 * normal(9 + i, *leaf.shape) for i, leaf in enumerate(leaves)]
+    leaves = [
+        jax.device_put(np.asarray(leaf) + 0.1 * np.asarray(normal(9 + i, *leaf.shape)))
+        for i, leaf in enumerate(leaves)
+    ]
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -63,6 +66,7 @@ def nnx_layer(api, **settings):
     return api.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=rngs, **settings)
 
 
+@functools.cache
 def linen_variables(num_kv_heads: int = HEADS):
     layer = OURS.linen.MultiHeadAttention(HEADS, num_kv_heads=num_kv_heads)
     return scrambled(quickly(layer.init, jax.random.key(0), X))

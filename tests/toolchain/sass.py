@@ -6,6 +6,7 @@ so the next Q block was multiplied by probabilities. Neither its log nor the emu
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -32,9 +33,7 @@ class Instruction(NamedTuple):
     @property
     def written(self) -> range:
         """The vector registers that the instruction writes."""
-        if not (first := _REGISTER.match(self.operands[0])):
-            return range(0)
-        return range(int(first[1]), int(first[1]) + _written_width(self.operation))
+        return _written(self.operation, self.operands[0])
 
     def next_addresses(self, following: int) -> Iterator[int]:
         """The possible addresses after this one; ``following`` is the address of the next line."""
@@ -44,6 +43,13 @@ class Instruction(NamedTuple):
         unconditional = self.predicate is None and len(self.operands) == 1
         if name not in {"BRA", "EXIT", "RET"} or not unconditional:
             yield following
+
+
+@functools.cache
+def _written(operation: str, destination: str) -> range:
+    if not (first := _REGISTER.match(destination)):
+        return range(0)
+    return range(int(first[1]), int(first[1]) + _written_width(operation))
 
 
 def _written_width(operation: str) -> int:

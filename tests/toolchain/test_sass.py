@@ -1,11 +1,13 @@
 """Machine code: register operands that a kernel loads once stay intact until the last iteration.
 
-Each run compiles a sample, which changes every day (``daily.py``).
+Each run compiles a sample, which changes every day (``daily.py``). NVRTC spends several seconds of
+each run on headers, so it compiles the whole sample together.
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import daily
 import pytest
@@ -16,7 +18,7 @@ from jax_memeff.codegen import select
 from jax_memeff.codegen.features import AskedPages
 from jax_memeff.codegen.kernels.bases.families import WARPGROUP_ROWS, WARPGROUP_THREADS
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.spec import SPEC_GRADIENTS
+from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 
@@ -51,73 +53,128 @@ def test_an_operand_that_a_loop_overwrites_is_found(packed, target, wrong):
     assert sass.overwritten_operands(code) == wrong
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_backwards_of_some_gradients_keep_their_register_operands(dtype, head_dim, tmp_path):
+class Kernel(NamedTuple):
+    """What the compiler made of one spec."""
+
+    spills: int
+    """The largest spill of its entry points, in bytes."""
+    code: dict[str, list[sass.Instruction]]
+    """The instructions of each entry point."""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """The compiled kernels of today by their specs."""
+    directory = tmp_path_factory.mktemp("machine_code")
+    found = {}
+    for batch, compiled in together.compiled(sample(), "sm_90a"):
+        assert compiled.warnings == (), daily.MESSAGE
+        spills = {resource.name: resource.spill_store for resource in compiled.resources}
+        code = sass.functions(compiled.image, directory)
+        for spec in batch:
+            names = [entry.name for entry in spec.entry_points]
+            own = {name: code[name] for name in names}
+            found[spec] = Kernel(max(spills[name] for name in names), own)
+    return found
+
+
+def sample() -> list[KernelSpec]:
+    """The kernels of all tests of today."""
+    specs = [
+        *itertools.chain.from_iterable(backwards(*case) for case in BACKWARDS),
+        *(spec for spec, _ in latent_kernels()),
+        *itertools.chain.from_iterable(map(large_forwards, LARGE_FORWARDS)),
+        *map(large_backward, LARGE_BACKWARDS),
+        *tangents(),
+    ]
+    # In the same order in each process, which finds what another one has compiled.
+    return list(dict.fromkeys(specs))
+
+
+BACKWARDS = tuple(itertools.product(("bf16", "f32"), (64, 128)))
+
+
+def backwards(dtype, head_dim):
     problems = [
         Problem("backward", dtype, head_dim, head_dim, "sm_90a", needs_grad=needs_grad)
         for needs_grad in GRADIENTS
     ]
     every = list(map(select.select, problems))
     assert len(set(every)) == len(GRADIENTS)
-    specs = daily.drawn(f"gradients of {head_dim}", every, GRADIENTS_DRAWN)
-    found = 0
-    for batch, compiled in together.compiled(specs, "sm_90a"):
-        assert compiled.warnings == ()
-        assert max(resource.spill_store for resource in compiled.resources) <= 8
-        main_loops = {
-            entry.name
-            for spec in batch
-            for entry in spec.entry_points
-            if entry.name.removeprefix(spec.name) in ("", "_dq", "_dkdv")
-        }
-        for name, code in sass.functions(compiled.image, tmp_path).items():
+    return daily.drawn(f"gradients of {head_dim}", every, GRADIENTS_DRAWN)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), BACKWARDS)
+def test_backwards_of_some_gradients_keep_their_register_operands(dtype, head_dim, kernels):
+    for spec in backwards(dtype, head_dim):
+        kernel = kernels[spec]
+        assert kernel.spills <= 8
+        main_loops = [
+            name for name in kernel.code if name.removeprefix(spec.name) in ("", "_dq", "_dkdv")
+        ]
+        assert main_loops
+        for name, code in kernel.code.items():
             products = [line for line in code if line.operation.startswith("HGMMA")]
             assert bool(products) == (name in main_loops)
-            found += bool(products)
             assert sass.overwritten_operands(code) == [], (daily.MESSAGE, name)
-    assert found >= len(specs)
 
 
 LATENT = (({}, 0), ({"mask": "window", "soft_cap": True}, 52))
 """Features, and the bytes that a kernel with them may spill."""
 
 
-def test_the_softmax_of_latent_attention_runs_under_a_product(tmp_path):
-    """Without that, two consumers cannot keep the tensor cores busy."""
-    pages = AskedPages(16, is_latent=True)
+def latent_kernels():
+    """Specs, and the bytes that each may spill."""
+    found = []
     for asked, spilled in daily.drawn("latent", LATENT):
-        features = {"varlen": True, "pages": pages, **asked}
-        spec = select.select(Problem("forward", "bf16", 576, 512, "sm_90a", features))
+        features = {"varlen": True, "pages": AskedPages(16, is_latent=True), **asked}
+        problem = Problem("forward", "bf16", 576, 512, "sm_90a", features)
+        found.append((select.select(problem), spilled))
+    return found
+
+
+def test_the_softmax_of_latent_attention_runs_under_a_product(kernels):
+    """Without that, two consumers cannot keep the tensor cores busy."""
+    for spec, spilled in latent_kernels():
         assert spec.kernel.reads_latent
-        assert share_of_exponentials_under_a_product(spec, spilled, tmp_path) > 3 / 4
+        assert share_of_exponentials_under_a_product(spec, spilled, kernels) > 3 / 4
 
 
 LARGE_DIMS = ((320, 320), (512, 512), (576, 512))
+LARGE_FORWARDS = daily.drawn("large dims", LARGE_DIMS)
+LARGE_BACKWARDS = daily.drawn("large dims of backwards", LARGE_DIMS)
 
 
-@pytest.mark.parametrize("dims", daily.drawn("large dims", LARGE_DIMS))
-def test_the_softmax_of_large_head_dims_runs_under_a_product(dims, tmp_path):
-    for asked in daily.drawn(f"masks of {dims}", ({}, {"mask": "causal"})):
-        spec = select.select(Problem("forward", "bf16", dims[0], dims[1], "sm_90a", asked))
-        assert spec.kernel.stem == "fmha_fwd_large_dim_sm90"
-        assert share_of_exponentials_under_a_product(spec, 0, tmp_path) > 2 / 3
-
-
-@pytest.mark.parametrize("dims", daily.drawn("large dims of backwards", LARGE_DIMS))
-def test_the_exponentials_of_large_head_dims_run_under_the_sums_of_a_backward(dims, tmp_path):
-    """They follow the start of the sum of the block before, which nothing has waited for."""
+def large_forwards(dims):
     head_dim, value_dim = dims
-    spec = select.select(
+    return [
+        select.select(Problem("forward", "bf16", head_dim, value_dim, "sm_90a", asked))
+        for asked in daily.drawn(f"masks of {dims}", ({}, {"mask": "causal"}))
+    ]
+
+
+@pytest.mark.parametrize("dims", LARGE_FORWARDS)
+def test_the_softmax_of_large_head_dims_runs_under_a_product(dims, kernels):
+    for spec in large_forwards(dims):
+        assert spec.kernel.stem == "fmha_fwd_large_dim_sm90"
+        assert share_of_exponentials_under_a_product(spec, 0, kernels) > 2 / 3
+
+
+def large_backward(dims):
+    head_dim, value_dim = dims
+    return select.select(
         Problem("backward", "bf16", head_dim, value_dim, "sm_90a", needs_grad=SPEC_GRADIENTS)
     )
+
+
+@pytest.mark.parametrize("dims", LARGE_BACKWARDS)
+def test_the_exponentials_of_large_head_dims_run_under_the_sums_of_a_backward(dims, kernels):
+    """They follow the start of the sum of the block before, which nothing has waited for."""
+    spec = large_backward(dims)
     assert spec.kernel.stem.endswith("fmha_bwd_large_dim_sm90")
-    ((_, compiled),) = together.compiled([spec], "sm_90a")
-    assert compiled.warnings == ()
-    assert max(resource.spill_store for resource in compiled.resources) == 0
-    code = sass.functions(compiled.image, tmp_path)
+    assert kernels[spec].spills == 0
     for suffix in ("dq", "dkdv"):
-        listing = code[f"{spec.name}_{suffix}"]
+        listing = kernels[spec].code[f"{spec.name}_{suffix}"]
         assert sass.overwritten_operands(listing) == []
         marks = ("HGMMA", "WARPGROUP.DEPBAR", "MUFU.EX2")
         found = [mark for line in listing for mark in marks if line.operation.startswith(mark)]
@@ -129,15 +186,13 @@ def test_the_exponentials_of_large_head_dims_run_under_the_sums_of_a_backward(di
         assert under * WARPGROUP_THREADS / WARPGROUP_ROWS**2 > 2 / 3, suffix
 
 
-def share_of_exponentials_under_a_product(spec, spilled, directory):
+def share_of_exponentials_under_a_product(spec, spilled, kernels):
     """The share of a consumer's exponentials of a KV block that lie between the wait for its scores
     and the wait for the product that they overlap.
     """
     print(daily.MESSAGE, spec.name)  # pytest shows it if the test fails
-    ((_, compiled),) = together.compiled([spec], "sm_90a")
-    assert compiled.warnings == ()
-    assert max(resource.spill_store for resource in compiled.resources) <= spilled
-    code = sass.functions(compiled.image, directory)[spec.name]
+    assert kernels[spec].spills <= spilled
+    code = kernels[spec].code[spec.name]
     assert sass.overwritten_operands(code) == []
     # A wait that leaves one product in flight has the scores; one that leaves none has added the
     # values.
@@ -149,8 +204,14 @@ def share_of_exponentials_under_a_product(spec, spilled, directory):
     return len(exponentials) * WARPGROUP_THREADS / (WARPGROUP_ROWS * spec.tile.key)
 
 
-def test_the_exponentials_of_tangents_run_under_a_product(tmp_path):
+def tangents():
+    return [
+        select.select(Problem("tangent", "bf16", head_dim, head_dim, "sm_90a"))
+        for head_dim in daily.drawn("tangents", (64, 128))
+    ]
+
+
+def test_the_exponentials_of_tangents_run_under_a_product(kernels):
     """ptxas would sink them below the wait for the tangents of the scores."""
-    for head_dim in daily.drawn("tangents", (64, 128)):
-        spec = select.select(Problem("tangent", "bf16", head_dim, head_dim, "sm_90a"))
-        assert share_of_exponentials_under_a_product(spec, 0, tmp_path) > 3 / 4
+    for spec in tangents():
+        assert share_of_exponentials_under_a_product(spec, 0, kernels) > 3 / 4
