@@ -36,8 +36,6 @@ _LAUNCH_SECONDS = 4e-3
 _ASSUMED_RATE = 500e12
 _CALLS = (2, 64)
 
-_SUSPICIOUS_DIFFERENCE = 0.05
-
 
 def calls_per_launch(flops: float, platform: str = "gpu") -> int:
     """The number of calls in one jit or CUDA graph, the same for every peer of a cell.
@@ -182,7 +180,7 @@ def _line(cell: Cell, records: dict[str, dict[str, Any]]) -> str:
         if "tflops" in record:
             rate = record["tflops"] if cell.gradients else record["bytes_per_second"] / 1e12
             figure = f"{rate:.4g}"
-        if not record.get("difference", 0.0) <= _SUSPICIOUS_DIFFERENCE:
+        if not record.get("difference", 0.0) <= documents.LARGEST_DIFFERENCE:
             figure += f" [red](differs by {record['difference']:.2g})[/red]"
         parts.append(f"{name} {figure}")
     return "  ".join(parts)

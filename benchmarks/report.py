@@ -11,7 +11,6 @@ results in benchmarks/results, with a picture of its own.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from programs.peers import OURS
 from reporting import plots
 from reporting.markdown_table import table
 from reporting.ratios import ours, ratios
+from reporting.results import read
 from server import table as server_table
 from user_functions import errors
 from user_functions import table as function_table
@@ -349,10 +349,10 @@ def main() -> None:
         help="SVG or PNG of the main grid; other plots lie beside it (default: %(default)s)",
     )
     options = parser.parse_args()
-    document = json.loads(options.results.read_text())
+    document = read(options.results)
     plot = plot_path(document, options.plot)
     is_drawn = plot is not None and plots.draw(document, ours(document), plot)
-    compared = overview.rows(map(overview.read, sorted(_RESULTS.glob("*.json"))))
+    compared = overview.rows(map(read, sorted(_RESULTS.glob("*.json"))))
     for path in options.into:
         image = os.path.relpath(plot, path.parent) if is_drawn and plot else None
         try:

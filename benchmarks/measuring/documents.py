@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+LARGEST_DIFFERENCE = 0.05
+"""Results that differ by more, as a relative Frobenius norm, are not those of the same function."""
+
 
 def default_path(device_name: str, kind: str) -> Path:
     """The file for a kind of result on a device; a new result replaces the previous one."""

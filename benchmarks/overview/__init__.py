@@ -5,7 +5,6 @@ picture.
 """
 
 from overview.comparison import Row as Row
-from overview.comparison import read as read
 from overview.comparison import rows as rows
 from overview.picture import draw as draw
 from overview.text import text as text

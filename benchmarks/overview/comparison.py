@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from programs.peers import OURS
@@ -66,10 +64,6 @@ class Row:
 
     def of(self, direction: str) -> list[Cell]:
         return [cell for cell in self.cells if cell.direction == direction]
-
-
-def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
 
 
 def mean(cells: Iterable[Cell]) -> float:

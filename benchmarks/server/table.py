@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from measuring.documents import LARGEST_DIFFERENCE
 from reporting.markdown_table import table
 
 _MISSING = "n/a"
@@ -39,7 +40,7 @@ def line(records: Mapping[str, Mapping[str, Any]]) -> str:
         if "seconds" in record:
             text = f"{1e6 * record['seconds']:.4g} us {record['bytes_per_second'] / 1e12:.2f} TB/s"
             text += f" {record['tflops']:.1f} TFLOP/s" if "tflops" in record else ""
-        if record.get("difference", 0.0) > 0.05:
+        if record.get("difference", 0.0) > LARGEST_DIFFERENCE:
             text += f" (differs by {record['difference']:.2g})"
         parts.append(f"{name} {text}")
     return "  ".join(parts)

@@ -122,7 +122,12 @@ def test_the_page_has_all_results_of_the_repository(overview):
         results = json.loads(path.read_text())
         for cell in results.get("cells", ()):
             for direction, records in cell["results"].items():
-                seconds = {name: r["seconds"] for name, r in records.items() if "seconds" in r}
+                # A peer whose results are wrong counts as one without a figure.
+                seconds = {
+                    name: record["seconds"]
+                    for name, record in records.items()
+                    if "seconds" in record and record.get("difference", 0) < 0.05
+                }
                 own = seconds.get("memeff_cuda")
                 others = [time for name, time in seconds.items() if not name.startswith("memeff")]
                 if own is not None and others:
@@ -142,9 +147,10 @@ def test_the_page_has_all_results_of_the_repository(overview):
         assert f"| {name} | {direction} | {ratio:.2f} |" in text
 
 
-def test_the_page_is_up_to_date(overview):
+def test_the_page_is_up_to_date(overview, modules):
+    read = modules("reporting.results").read
     files = sorted((ROOT / "benchmarks/results").glob("*.json"))
-    text = overview.text(overview.rows(map(overview.read, files)), "images/overview.svg")
+    text = overview.text(overview.rows(map(read, files)), "images/overview.svg")
     assert block() == text, "run: python benchmarks/report.py benchmarks/results/<device>-main.json"
     assert (ROOT / "docs/images/overview.svg").exists()
 

@@ -140,3 +140,21 @@ def test_memory_is_reported_in_a_table_of_its_own(document, modules):
 def test_report_names_a_missing_marker(modules):
     with pytest.raises(ValueError, match="benchmarks:begin NAME"):
         modules("report").insert("no marker here", {"tables": ""})
+
+
+@pytest.mark.parametrize("other, is_wrong", [(0.003, True), (0.8, False)])
+def test_a_peer_with_wrong_results_has_no_figure(other, is_wrong, modules, tmp_path):
+    """If no peer agrees with ours, it is unknown which results are wrong."""
+    results = modules("reporting.results")
+    records = {
+        "memeff_cuda": {"seconds": 2.0},
+        "fa4": {"seconds": 1.0, "difference": 1.31},
+        "torch_cudnn": {"seconds": 3.0, "difference": other},
+    }
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"cells": [{"name": "T512", "results": {"forward": records}}]}))
+    (cell,) = results.read(path)["cells"]
+    ratios = modules("reporting.ratios").ratios
+    (ratio,) = ratios([cell], "forward", "memeff_cuda", ["fa4", "torch_cudnn"]).values()
+    assert ratio == (1.5 if is_wrong else 0.5)
+    assert ("error" in cell["results"]["forward"]["fa4"]) == is_wrong
