@@ -18,19 +18,19 @@ def require_writable(path: Path) -> None:
         ValueError: it is a directory, a device or the like, or a file cannot be created beside it.
     """
     reason = None
-    if path.is_dir():
-        reason = "it is a directory"
-    elif path.exists() and not path.is_file():  # the archive would replace a device
-        reason = "it is no regular file"
-    elif not path.parent.is_dir():
-        reason = f"{path.parent} is not a directory"
-    else:
-        temporary = prebuilt.temporary_beside(path)
-        try:
+    try:
+        if path.is_dir():
+            reason = "it is a directory"
+        elif path.exists() and not path.is_file():  # the archive would replace a device
+            reason = "it is no regular file"
+        elif not path.parent.is_dir():
+            reason = f"{path.parent} is not a directory"
+        else:
+            temporary = prebuilt.temporary_beside(path)
             temporary.touch(exist_ok=False)
             temporary.unlink()
-        except OSError as error:
-            reason = error.strerror
+    except OSError as error:
+        reason = error.strerror
     if reason is not None:
         raise ValueError(f"--output {path} cannot be written: {reason}")
 
