@@ -189,7 +189,7 @@ def _build(options: argparse.Namespace, out: Console) -> int:
         out.print(str(failed[0]), markup=False)
     elif options.output is not None:
         done = {job: result for job, result in results.items() if isinstance(result, Compiled)}
-        out.print(archives.write(options.output, done))
+        out.print(archives.write(options.output, done), markup=False, soft_wrap=True)
     return 1 if failed else 0
 
 

@@ -1,9 +1,10 @@
 """``python -m jax_memeff`` with odd paths, flags that conflict, and Ctrl-C."""
 
 import pytest
-from command_line import environment
+from command_line import environment, run
 
 from jax_memeff import cli
+from jax_memeff.codegen.toolchain.compile import Compiled
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 
@@ -12,8 +13,27 @@ __all__ = ["environment"]
 BUILD = ["build", "--dtype", "f16", "--head-dim", "64", "--causal", "--arch", "sm_80"]
 
 
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Kernels compile at once, to an image that is none."""
+
+    def compile_many(jobs, on_done):
+        for spec, arch in jobs:
+            names = tuple(entry.name for entry in spec.entry_points)
+            on_done(spec, arch, Compiled(b"image", names, (), (), "", 1.0, False))
+
+    monkeypatch.setattr(cli, "compile_many", compile_many)
+
+
 def test_an_output_whose_name_no_file_can_have_is_refused(capsys, tmp_path):
     with pytest.raises(SystemExit) as raised:
         cli.main([*BUILD, "--output", str(tmp_path / ("k" * 300))])
     assert raised.value.code == 2
     assert "kkk cannot be written: File name too long" in capsys.readouterr().err
+
+
+def test_the_path_of_an_archive_is_printed_as_it_is(capsys, tmp_path, no_compiler):
+    path = tmp_path / "[bold]kernels [1].zip"
+    code, out = run(capsys, *BUILD, "--output", str(path))
+    assert code == 0 and path.exists()
+    assert f"JAX_MEMEFF_KERNELS={path}\n" in out
