@@ -17,6 +17,7 @@ class OutputError(Exception):
 class Output:
     """``sys.stdout`` for a console of ``rich``, with errors that say what to do.
 
+    Characters that its encoding lacks are escaped, as on standard error: a path may be any bytes.
     ``BrokenPipeError`` stays as it is: who reads the pipe has seen enough, and rich ends the
     command without a message.
     """
@@ -34,7 +35,11 @@ class Output:
                 "not need it"
             )
         with _explained():
-            return self._stream.write(text)
+            try:
+                return self._stream.write(text)
+            except UnicodeEncodeError as error:  # raised before anything is written
+                escaped = text.encode(error.encoding, "backslashreplace")
+                return self._stream.write(escaped.decode(error.encoding))
 
     def flush(self) -> None:
         if self._stream is not None:

@@ -1,5 +1,7 @@
 """``python -m jax_memeff`` with odd paths, flags that conflict, and Ctrl-C."""
 
+import os
+
 import pytest
 from command_line import environment, run
 
@@ -37,3 +39,15 @@ def test_the_path_of_an_archive_is_printed_as_it_is(capsys, tmp_path, no_compile
     code, out = run(capsys, *BUILD, "--output", str(path))
     assert code == 0 and path.exists()
     assert f"JAX_MEMEFF_KERNELS={path}\n" in out
+
+
+def test_names_that_the_encoding_of_the_output_lacks_are_escaped(
+    capsys, tmp_path, no_compiler, monkeypatch
+):
+    path = tmp_path / os.fsdecode(b"not UTF-8 \xff.zip")
+    code, out = run(capsys, *BUILD, "--output", str(path))
+    assert code == 0 and path.exists()
+    assert r"not UTF-8 \udcff.zip" in out
+    monkeypatch.setenv("JAX_MEMEFF_KERNELS", str(path))
+    code, out = run(capsys, "info")
+    assert code == 0 and r"not UTF-8 \udcff.zip: " in out
