@@ -72,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CompileError, UnsupportedError) as error:
         errors.print(str(error), style="red", markup=False)
         return 1
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        return _INTERRUPTED
 
 
 def _info(options: argparse.Namespace, out: Console) -> int:

@@ -6,6 +6,7 @@ import pytest
 from command_line import environment, run
 
 from jax_memeff import cli
+from jax_memeff.codegen.toolchain import prebuilt
 from jax_memeff.codegen.toolchain.compile import Compiled
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
@@ -51,3 +52,22 @@ def test_names_that_the_encoding_of_the_output_lacks_are_escaped(
     monkeypatch.setenv("JAX_MEMEFF_KERNELS", str(path))
     code, out = run(capsys, "info")
     assert code == 0 and r"not UTF-8 \udcff.zip: " in out
+
+
+def test_ctrl_c_while_an_archive_is_written_leaves_the_old_one(
+    capsys, tmp_path, no_compiler, monkeypatch
+):
+    path = tmp_path / "kernels.zip"
+    path.write_bytes(b"the old one")
+    add = prebuilt._add
+
+    def interrupted(archive, name, data):
+        if name != "manifest.json":
+            raise KeyboardInterrupt
+        add(archive, name, data)
+
+    monkeypatch.setattr(prebuilt, "_add", interrupted)
+    assert cli.main([*BUILD, "--output", str(path)]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert path.read_bytes() == b"the old one"
+    assert [file.name for file in tmp_path.iterdir() if file.name.endswith(".tmp")] == []
