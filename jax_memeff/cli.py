@@ -202,11 +202,14 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
             raise ValueError(
                 "expected --dtype and --head-dim, or --all for every kernel, or --models"
             )
+        if options.value_dim and options.head_dim is None:
+            raise ValueError("expected --value-dim with --head-dim, got it without")
         return [(spec, arch) for arch in _archs(options) for spec in _specs(options, arch)]
     of_problem = any(
         value != BY_NAME[name].off for name, value in _features(options, False).items()
     )
-    if of_problem or options.all or options.dtype or options.head_dim:
+    dims = options.head_dim or options.value_dim
+    if of_problem or options.all or options.dtype or dims:
         raise ValueError("expected --models or a problem, not both")
     # Tracing imports JAX.
     models = importlib.import_module("jax_memeff._command.models")

@@ -71,3 +71,19 @@ def test_ctrl_c_while_an_archive_is_written_leaves_the_old_one(
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
     assert path.read_bytes() == b"the old one"
     assert [file.name for file in tmp_path.iterdir() if file.name.endswith(".tmp")] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--models", "llama"], "expected --models or a problem, not both"),
+        (["--all"], "expected --value-dim with --head-dim"),
+        (["--all", "--dtype", "f16"], "expected --value-dim with --head-dim"),
+    ],
+)
+def test_a_value_dim_is_never_ignored(capsys, monkeypatch, arguments, said):
+    monkeypatch.setattr(cli, "compile_many", lambda *_: pytest.fail("kernels were compiled"))
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["build", "--arch", "sm_80", "--value-dim", "64", *arguments])
+    assert raised.value.code == 2
+    assert said in capsys.readouterr().err
