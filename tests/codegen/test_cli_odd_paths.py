@@ -87,3 +87,11 @@ def test_a_value_dim_is_never_ignored(capsys, monkeypatch, arguments, said):
         cli.main(["build", "--arch", "sm_80", "--value-dim", "64", *arguments])
     assert raised.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_digits_of_other_scripts_are_no_architecture(capsys, monkeypatch):
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_\u0668\u0660")  # int() reads 80
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["kernels"])
+    assert raised.value.code == 2
+    assert "expected JAX_MEMEFF_ARCHS to be a comma-separated list" in capsys.readouterr().err
