@@ -186,13 +186,20 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _stored(archive: zipfile.ZipFile, name: str) -> bytes:
-    """The bytes of an entry; no bytes if it is absent or compressed."""
+    """The bytes of an entry; no bytes if it is absent, compressed or larger than the archive.
+
+    The size is checked first, because zipfile takes the memory that an entry declares.
+    """
     try:
         entry = archive.getinfo(name)
     except KeyError:
         return b""
     sizes = {entry.compress_size, entry.file_size}
-    if entry.compress_type != zipfile.ZIP_STORED or len(sizes) > 1 or max(sizes) > MAX_BYTES:
+    if (
+        entry.compress_type != zipfile.ZIP_STORED
+        or len(sizes) > 1
+        or max(sizes) > archive.start_dir
+    ):
         return b""
     return archive.read(entry)
 

@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+import tracemalloc
 import warnings
 import zipfile
 
@@ -265,3 +266,20 @@ def test_random_damage_is_never_used(archive):
                 struct.pack_into("<B", bad, place, draw.integers(256))
             archive.write_bytes(bad)
             assert prebuilt.get(*compiler.source(SPEC, "sm_90a")) in (None, expected)
+
+
+def test_a_declared_size_takes_no_memory(archive):
+    """The directory states 1 GiB for every entry; the archive has a few KB."""
+    declared = bytearray(archive.read_bytes())
+    place = declared.find(b"PK\1\2")
+    while place >= 0:
+        struct.pack_into("<LL", declared, place + 20, prebuilt.MAX_BYTES, prebuilt.MAX_BYTES)
+        place = declared.find(b"PK\1\2", place + 1)
+    archive.write_bytes(declared)
+    tracemalloc.start()
+    try:
+        with pytest.warns(RuntimeWarning, match="is damaged, or is no archive"):
+            assert not found()
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
