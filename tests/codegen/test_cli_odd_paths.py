@@ -95,3 +95,14 @@ def test_digits_of_other_scripts_are_no_architecture(capsys, monkeypatch):
         cli.main(["kernels"])
     assert raised.value.code == 2
     assert "expected JAX_MEMEFF_ARCHS to be a comma-separated list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["explain", "build"])
+def test_a_page_has_at_most_as_many_keys_as_int32_counts(capsys, monkeypatch, command):
+    monkeypatch.setattr(cli, "compile_many", lambda *_: pytest.fail("kernels were compiled"))
+    problem = ["--dtype", "f16", "--head-dim", "64", "--arch", "sm_80"]
+    with pytest.raises(SystemExit) as raised:
+        cli.main([command, *problem, "--page-size", str(2**31)])
+    assert raised.value.code == 2
+    said = "expected the size of pages to be a multiple of 16 below 2**31, got 2147483648"
+    assert said in capsys.readouterr().err
