@@ -112,6 +112,10 @@ def _kernels(options: argparse.Namespace, out: Console) -> int:
 def _explain(options: argparse.Namespace, out: Console) -> int:
     code = 0
     is_backward = options.direction == "backward"
+    if options.split_q and not is_backward:
+        raise ValueError(f"expected --split-q with --direction backward, got {options.direction}")
+    if options.query_rows and options.direction != "forward":
+        raise ValueError(f"expected --query-rows with --direction forward, got {options.direction}")
     for arch in _archs(options):
         problem = _problem(options, arch, options.direction, sums_gradients=is_backward)
         strategy = Strategy(options.query_rows, options.split_q)

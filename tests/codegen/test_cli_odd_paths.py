@@ -106,3 +106,20 @@ def test_a_page_has_at_most_as_many_keys_as_int32_counts(capsys, monkeypatch, co
     assert raised.value.code == 2
     said = "expected the size of pages to be a multiple of 16 below 2**31, got 2147483648"
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--split-q"], "expected --split-q with --direction backward, got forward"),
+        (
+            ["--direction", "backward", "--query-rows", "16"],
+            "expected --query-rows with --direction forward, got backward",
+        ),
+    ],
+)
+def test_a_strategy_of_another_direction_is_refused(capsys, arguments, said):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["explain", "--dtype", "f16", "--head-dim", "64", "--arch", "sm_80", *arguments])
+    assert raised.value.code == 2
+    assert said in capsys.readouterr().err
