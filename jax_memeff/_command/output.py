@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 
 class OutputError(Exception):
-    """Standard output is closed, or what it leads to takes no more."""
+    """Standard output is closed, or it or the file of ``build --output`` takes no more."""
 
 
 class Output:

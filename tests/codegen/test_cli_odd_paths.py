@@ -1,5 +1,6 @@
 """``python -m jax_memeff`` with odd paths, flags that conflict, and Ctrl-C."""
 
+import errno
 import os
 
 import pytest
@@ -123,3 +124,18 @@ def test_a_strategy_of_another_direction_is_refused(capsys, arguments, said):
         cli.main(["explain", "--dtype", "f16", "--head-dim", "64", "--arch", "sm_80", *arguments])
     assert raised.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_archive_for_which_the_disk_has_no_space_ends_with_1(
+    capsys, tmp_path, no_compiler, monkeypatch
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "kernels.zip"
+    monkeypatch.setattr(prebuilt, "_add", full)
+    assert cli.main([*BUILD, "--output", str(path)]) == 1
+    errors = capsys.readouterr().err
+    assert f"--output {path} cannot be written: No space left on device" in errors
+    assert "usage:" not in errors
+    assert list(tmp_path.glob(".*.tmp")) == [] and not path.exists()
