@@ -136,14 +136,15 @@ def write(path: Path, kernels: Mapping[Source, bytes], compiler: Mapping[str, st
             for name, (_, payload) in sorted(entries.items()):
                 _add(archive, name, program_cache.sealed(name.removesuffix(".kernel"), payload))
         temporary.chmod(0o644)
-        temporary.replace(path)
+        temporary.replace(os.path.realpath(path))  # a link stays a link
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def temporary_beside(path: Path) -> Path:
-    """A new name beside ``path``, from which a file is renamed into place."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    """A new name beside the file that ``path`` leads to; from there it is renamed into place."""
+    target = Path(os.path.realpath(path))
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:

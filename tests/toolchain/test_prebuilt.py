@@ -13,7 +13,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from jax_memeff._command import models
+from jax_memeff._command import archives, models
 from jax_memeff.codegen import select
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.toolchain import compile as compiler
@@ -283,3 +283,17 @@ def test_a_declared_size_takes_no_memory(archive):
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_link_stays_a_link(tmp_path, is_dangling):
+    """Run by root, an archive written to ``/dev/stdout`` would replace the link of the system."""
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "kernels.zip", tmp_path / "latest.zip"
+    link.symlink_to(target)
+    if not is_dangling:
+        target.write_bytes(b"the old one")
+    archives.require_writable(link)
+    compiler.write_archive(link, {(SPEC, "sm_90a"): KERNEL})
+    assert link.is_symlink() and zipfile.is_zipfile(target)
+    assert sorted(tmp_path.rglob("*zip*")) == sorted([link, target])
