@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-_ARCH = re.compile(r"(?:sm_(\d{2,3})[af]?|compute_(\d{2,3}))")
+_ARCH = re.compile(r"(?:sm_(\d{2,3})[af]?|compute_(\d{2,3}))", re.ASCII)
 
 # Capabilities whose architecture-specific instructions (the "a" suffix) some kernels use. A kernel
 # is compiled for the capability of one device, so the suffix costs no portability.

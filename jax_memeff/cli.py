@@ -72,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CompileError, UnsupportedError) as error:
         errors.print(str(error), style="red", markup=False)
         return 1
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        return _INTERRUPTED
 
 
 def _info(options: argparse.Namespace, out: Console) -> int:
@@ -109,6 +112,10 @@ def _kernels(options: argparse.Namespace, out: Console) -> int:
 def _explain(options: argparse.Namespace, out: Console) -> int:
     code = 0
     is_backward = options.direction == "backward"
+    if options.split_q and not is_backward:
+        raise ValueError(f"expected --split-q with --direction backward, got {options.direction}")
+    if options.query_rows and options.direction != "forward":
+        raise ValueError(f"expected --query-rows with --direction forward, got {options.direction}")
     for arch in _archs(options):
         problem = _problem(options, arch, options.direction, sums_gradients=is_backward)
         strategy = Strategy(options.query_rows, options.split_q)
@@ -189,7 +196,7 @@ def _build(options: argparse.Namespace, out: Console) -> int:
         out.print(str(failed[0]), markup=False)
     elif options.output is not None:
         done = {job: result for job, result in results.items() if isinstance(result, Compiled)}
-        out.print(archives.write(options.output, done))
+        out.print(archives.write(options.output, done), markup=False, soft_wrap=True)
     return 1 if failed else 0
 
 
@@ -199,11 +206,14 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
             raise ValueError(
                 "expected --dtype and --head-dim, or --all for every kernel, or --models"
             )
+        if options.value_dim and options.head_dim is None:
+            raise ValueError("expected --value-dim with --head-dim, got it without")
         return [(spec, arch) for arch in _archs(options) for spec in _specs(options, arch)]
     of_problem = any(
         value != BY_NAME[name].off for name, value in _features(options, False).items()
     )
-    if of_problem or options.all or options.dtype or options.head_dim:
+    dims = options.head_dim or options.value_dim
+    if of_problem or options.all or options.dtype or dims:
         raise ValueError("expected --models or a problem, not both")
     # Tracing imports JAX.
     models = importlib.import_module("jax_memeff._command.models")

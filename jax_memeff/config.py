@@ -50,7 +50,8 @@ def cache_dir() -> Path | None:
     """The directory of compiled kernels, an absolute path; it need not exist, nor be writable.
 
     None if no variable names one and there is no home directory. Raises ``ValueError`` naming the
-    variable if it begins with the ``~`` of an unknown user.
+    variable if it begins with the ``~`` of an unknown user, or is relative to a working directory
+    that does not exist.
     """
     if chosen := os.environ.get("JAX_MEMEFF_CACHE_DIR"):
         return _expanded(chosen, "JAX_MEMEFF_CACHE_DIR")
@@ -66,7 +67,8 @@ def cache_dir() -> Path | None:
 def kernel_archive() -> Path | None:
     """The file that ``JAX_MEMEFF_KERNELS`` names, an absolute path; it need not exist.
 
-    Raises ``ValueError`` naming the variable if it begins with the ``~`` of an unknown user.
+    Raises ``ValueError`` naming the variable if it begins with the ``~`` of an unknown user, or is
+    relative to a working directory that does not exist.
     """
     chosen = os.environ.get("JAX_MEMEFF_KERNELS")
     return _expanded(chosen, "JAX_MEMEFF_KERNELS") if chosen else None
@@ -96,7 +98,13 @@ def _expanded(path: str, variable: str) -> Path:
             f"expected {variable} to be a path, got {path!r}, and {first!r} has no home directory: "
             "set it to an absolute path"
         )
-    return Path(path).absolute()
+    try:
+        return Path(path).absolute()
+    except OSError as error:
+        raise ValueError(
+            f"expected {variable} to be an absolute path, because the working directory "
+            f"cannot be used ({error.strerror}), got {path!r}"
+        ) from error
 
 
 def _home() -> Path | None:

@@ -113,9 +113,10 @@ class Pages(Feature[AskedPages, CompiledPages]):
     )
 
     def check(self, asked: AskedPages) -> None:
-        if asked.size < 0 or asked.size % MULTIPLE:
+        if not 0 <= asked.size < 2**31 or asked.size % MULTIPLE:
             raise ValueError(
-                f"expected the size of {self.name} to be a multiple of {MULTIPLE}, got {asked.size}"
+                f"expected the size of {self.name} to be a multiple of {MULTIPLE} below 2**31, "
+                f"got {asked.size}"
             )
         if not asked.size and asked != self.off:
             raise ValueError(

@@ -136,14 +136,15 @@ def write(path: Path, kernels: Mapping[Source, bytes], compiler: Mapping[str, st
             for name, (_, payload) in sorted(entries.items()):
                 _add(archive, name, program_cache.sealed(name.removesuffix(".kernel"), payload))
         temporary.chmod(0o644)
-        temporary.replace(path)
+        temporary.replace(os.path.realpath(path))  # a link stays a link
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def temporary_beside(path: Path) -> Path:
-    """A new name beside ``path``, from which a file is renamed into place."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    """A new name beside the file that ``path`` leads to; from there it is renamed into place."""
+    target = Path(os.path.realpath(path))
+    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
@@ -186,13 +187,20 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _stored(archive: zipfile.ZipFile, name: str) -> bytes:
-    """The bytes of an entry; no bytes if it is absent or compressed."""
+    """The bytes of an entry; no bytes if it is absent, compressed or larger than the archive.
+
+    The size is checked first, because zipfile takes the memory that an entry declares.
+    """
     try:
         entry = archive.getinfo(name)
     except KeyError:
         return b""
     sizes = {entry.compress_size, entry.file_size}
-    if entry.compress_type != zipfile.ZIP_STORED or len(sizes) > 1 or max(sizes) > MAX_BYTES:
+    if (
+        entry.compress_type != zipfile.ZIP_STORED
+        or len(sizes) > 1
+        or max(sizes) > archive.start_dir
+    ):
         return b""
     return archive.read(entry)
 

@@ -11,12 +11,13 @@ from typing import Any, TextIO
 
 
 class OutputError(Exception):
-    """Standard output is closed, or what it leads to takes no more."""
+    """Standard output is closed, or it or the file of ``build --output`` takes no more."""
 
 
 class Output:
     """``sys.stdout`` for a console of ``rich``, with errors that say what to do.
 
+    Characters that its encoding lacks are escaped, as on standard error: a path may be any bytes.
     ``BrokenPipeError`` stays as it is: who reads the pipe has seen enough, and rich ends the
     command without a message.
     """
@@ -34,7 +35,11 @@ class Output:
                 "not need it"
             )
         with _explained():
-            return self._stream.write(text)
+            try:
+                return self._stream.write(text)
+            except UnicodeEncodeError as error:  # raised before anything is written
+                escaped = text.encode(error.encoding, "backslashreplace")
+                return self._stream.write(escaped.decode(error.encoding))
 
     def flush(self) -> None:
         if self._stream is not None:

@@ -6,13 +6,14 @@ import os
 import struct
 import subprocess
 import sys
+import tracemalloc
 import warnings
 import zipfile
 
 import numpy as np
 import pytest
 
-from jax_memeff._command import models
+from jax_memeff._command import archives, models
 from jax_memeff.codegen import select
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.toolchain import compile as compiler
@@ -265,3 +266,34 @@ def test_random_damage_is_never_used(archive):
                 struct.pack_into("<B", bad, place, draw.integers(256))
             archive.write_bytes(bad)
             assert prebuilt.get(*compiler.source(SPEC, "sm_90a")) in (None, expected)
+
+
+def test_a_declared_size_takes_no_memory(archive):
+    """The directory states 1 GiB for every entry; the archive has a few KB."""
+    declared = bytearray(archive.read_bytes())
+    place = declared.find(b"PK\1\2")
+    while place >= 0:
+        struct.pack_into("<LL", declared, place + 20, prebuilt.MAX_BYTES, prebuilt.MAX_BYTES)
+        place = declared.find(b"PK\1\2", place + 1)
+    archive.write_bytes(declared)
+    tracemalloc.start()
+    try:
+        with pytest.warns(RuntimeWarning, match="is damaged, or is no archive"):
+            assert not found()
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_link_stays_a_link(tmp_path, is_dangling):
+    """Run by root, an archive written to ``/dev/stdout`` would replace the link of the system."""
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "kernels.zip", tmp_path / "latest.zip"
+    link.symlink_to(target)
+    if not is_dangling:
+        target.write_bytes(b"the old one")
+    archives.require_writable(link)
+    compiler.write_archive(link, {(SPEC, "sm_90a"): KERNEL})
+    assert link.is_symlink() and zipfile.is_zipfile(target)
+    assert sorted(tmp_path.rglob("*zip*")) == sorted([link, target])

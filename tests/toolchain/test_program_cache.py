@@ -375,3 +375,21 @@ def test_no_warning_for_a_directory_that_is_merely_absent(tmp_path):
         cache.put(KEY, b"payload")
         assert cache.get(KEY) == b"payload"
     assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "read"),
+    [("JAX_MEMEFF_CACHE_DIR", config.cache_dir), ("JAX_MEMEFF_KERNELS", config.kernel_archive)],
+)
+def test_a_relative_path_without_a_working_directory_names_the_variable(
+    environment, tmp_path, variable, read
+):
+    environment.setenv(variable, "relative")
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    environment.chdir(removed)
+    removed.rmdir()
+    with pytest.raises(ValueError, match=f"expected {variable} to be an absolute path"):
+        read()
+    environment.setenv(variable, str(tmp_path / "absolute"))
+    assert read() == tmp_path / "absolute"

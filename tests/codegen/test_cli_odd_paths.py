@@ -1,0 +1,141 @@
+"""``python -m jax_memeff`` with odd paths, flags that conflict, and Ctrl-C."""
+
+import errno
+import os
+
+import pytest
+from command_line import environment, run
+
+from jax_memeff import cli
+from jax_memeff.codegen.toolchain import prebuilt
+from jax_memeff.codegen.toolchain.compile import Compiled
+
+pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
+
+__all__ = ["environment"]
+
+BUILD = ["build", "--dtype", "f16", "--head-dim", "64", "--causal", "--arch", "sm_80"]
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Kernels compile at once, to an image that is none."""
+
+    def compile_many(jobs, on_done):
+        for spec, arch in jobs:
+            names = tuple(entry.name for entry in spec.entry_points)
+            on_done(spec, arch, Compiled(b"image", names, (), (), "", 1.0, False))
+
+    monkeypatch.setattr(cli, "compile_many", compile_many)
+
+
+def test_an_output_whose_name_no_file_can_have_is_refused(capsys, tmp_path):
+    with pytest.raises(SystemExit) as raised:
+        cli.main([*BUILD, "--output", str(tmp_path / ("k" * 300))])
+    assert raised.value.code == 2
+    assert "kkk cannot be written: File name too long" in capsys.readouterr().err
+
+
+def test_the_path_of_an_archive_is_printed_as_it_is(capsys, tmp_path, no_compiler):
+    path = tmp_path / "[bold]kernels [1].zip"
+    code, out = run(capsys, *BUILD, "--output", str(path))
+    assert code == 0 and path.exists()
+    assert f"JAX_MEMEFF_KERNELS={path}\n" in out
+
+
+def test_names_that_the_encoding_of_the_output_lacks_are_escaped(
+    capsys, tmp_path, no_compiler, monkeypatch
+):
+    path = tmp_path / os.fsdecode(b"not UTF-8 \xff.zip")
+    code, out = run(capsys, *BUILD, "--output", str(path))
+    assert code == 0 and path.exists()
+    assert r"not UTF-8 \udcff.zip" in out
+    monkeypatch.setenv("JAX_MEMEFF_KERNELS", str(path))
+    code, out = run(capsys, "info")
+    assert code == 0 and r"not UTF-8 \udcff.zip: " in out
+
+
+def test_ctrl_c_while_an_archive_is_written_leaves_the_old_one(
+    capsys, tmp_path, no_compiler, monkeypatch
+):
+    path = tmp_path / "kernels.zip"
+    path.write_bytes(b"the old one")
+    add = prebuilt._add
+
+    def interrupted(archive, name, data):
+        if name != "manifest.json":
+            raise KeyboardInterrupt
+        add(archive, name, data)
+
+    monkeypatch.setattr(prebuilt, "_add", interrupted)
+    assert cli.main([*BUILD, "--output", str(path)]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert path.read_bytes() == b"the old one"
+    assert [file.name for file in tmp_path.iterdir() if file.name.endswith(".tmp")] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--models", "llama"], "expected --models or a problem, not both"),
+        (["--all"], "expected --value-dim with --head-dim"),
+        (["--all", "--dtype", "f16"], "expected --value-dim with --head-dim"),
+    ],
+)
+def test_a_value_dim_is_never_ignored(capsys, monkeypatch, arguments, said):
+    monkeypatch.setattr(cli, "compile_many", lambda *_: pytest.fail("kernels were compiled"))
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["build", "--arch", "sm_80", "--value-dim", "64", *arguments])
+    assert raised.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_digits_of_other_scripts_are_no_architecture(capsys, monkeypatch):
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_\u0668\u0660")  # int() reads 80
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["kernels"])
+    assert raised.value.code == 2
+    assert "expected JAX_MEMEFF_ARCHS to be a comma-separated list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["explain", "build"])
+def test_a_page_has_at_most_as_many_keys_as_int32_counts(capsys, monkeypatch, command):
+    monkeypatch.setattr(cli, "compile_many", lambda *_: pytest.fail("kernels were compiled"))
+    problem = ["--dtype", "f16", "--head-dim", "64", "--arch", "sm_80"]
+    with pytest.raises(SystemExit) as raised:
+        cli.main([command, *problem, "--page-size", str(2**31)])
+    assert raised.value.code == 2
+    said = "expected the size of pages to be a multiple of 16 below 2**31, got 2147483648"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--split-q"], "expected --split-q with --direction backward, got forward"),
+        (
+            ["--direction", "backward", "--query-rows", "16"],
+            "expected --query-rows with --direction forward, got backward",
+        ),
+    ],
+)
+def test_a_strategy_of_another_direction_is_refused(capsys, arguments, said):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["explain", "--dtype", "f16", "--head-dim", "64", "--arch", "sm_80", *arguments])
+    assert raised.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_archive_for_which_the_disk_has_no_space_ends_with_1(
+    capsys, tmp_path, no_compiler, monkeypatch
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "kernels.zip"
+    monkeypatch.setattr(prebuilt, "_add", full)
+    assert cli.main([*BUILD, "--output", str(path)]) == 1
+    errors = capsys.readouterr().err
+    assert f"--output {path} cannot be written: No space left on device" in errors
+    assert "usage:" not in errors
+    assert list(tmp_path.glob(".*.tmp")) == [] and not path.exists()
