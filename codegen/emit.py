@@ -95,7 +95,7 @@ def _kernel(spec: KernelSpec, entry: EntryPoint, following: EntryPoint | None) -
         params = f"WithArrays<memeff::{params}>"
     begin = _LET_NEXT_START if entry.overlaps else _LET_NEXT_START + _WAIT_FOR_BEFORE
     if following is not None and following.overlaps:
-        # Otherwise the next kernel could read what the one before this has yet to clear.
+        # The next kernel reads what the one before this clears, and does not wait for it.
         begin = _WAIT_FOR_BEFORE + _LET_NEXT_START
     text = _KERNEL + (_SHARED if entry.shared_bytes else "") + _ENTRY
     return text.format(

@@ -42,7 +42,8 @@ _PARTS_A_Q_BLOCK = 2
 """The number of partial sums of dk and dv that can be read from L2 in the time of one Q block."""
 _MOST_SEGMENT_BYTES = 1 << 27
 _LEAST_SEGMENTS = 3
-"""Segments for each SM whose warps take whole segments. With fewer some warps would have none."""
+"""The least number of segments for each SM with which warps take whole segments. With fewer, some
+warps would have none."""
 _MMA_SYNC_COST = 2
 """Relative cost of a key without wgmma: mma.sync reaches half the throughput."""
 _COMBINATION = 1024
@@ -172,9 +173,9 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
 
 
 def _takes_segments(problem: Problem, sizes: Sizes, rows: int, multiprocessors: int) -> bool:
-    """Whether the warps of a batch-invariant call have the same few rows and take whole segments,
-    of which each has an output in global memory. With more tiles the SMs have enough work without
-    that. A kernel for functions has only the tile of 64 rows.
+    """Whether the warps of a batch-invariant call have the same few rows and take whole segments.
+    Each segment then has an output in global memory. If there are more tiles than SMs, all SMs have
+    work without that. A kernel for functions has only the tile of 64 rows.
     """
     pool = problem[features.PAGES]
     plain = pool.dtype == "query" and not problem.asks(features.FUNCTIONS)

@@ -86,7 +86,7 @@ def _each_reason(spec: KernelSpec, problem: Problem, strategy: Strategy) -> Iter
 
 
 def has_room(row: Row, problem: Problem) -> bool:
-    """Whether a row is for dims as large as the problem's, which rules out most of the table."""
+    """Whether the dims of a row are large enough. Those of most rows of the table are not."""
     return problem.head_dim <= row.padded_head_dim and problem.value_dim <= row.padded_value_dim
 
 

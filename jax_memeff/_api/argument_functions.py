@@ -26,7 +26,7 @@ def score_mod(
         value: the argument of ``dot_product_attention``.
         query_dtype: if it is float64, the scores are, too.
         scaling: the static scaling of the call.
-        traced_scale: or None.
+        traced_scale: that of the call, or None.
     """
     if isinstance(value, Mask):
         raise TypeError(

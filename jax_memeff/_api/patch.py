@@ -81,8 +81,8 @@ def patch_jax_nn() -> JaxNNPatch:
       of which runs now, and libraries often choose without asking the user. To force the blockwise
       path, call :func:`jax_memeff.dot_product_attention` with ``"xla"``.
     - float64 runs on the blockwise path everywhere, because no kernel supports it.
-    - jax.nn still serves the calls that only it supports: a ``scale`` that is traced or not one
-      finite number, a window that is traced or negative, dtypes that this library lacks, and
+    - jax.nn still serves the calls that only it supports: a ``scale`` that is not one finite real
+      number, a window that is traced or negative, dtypes that this library lacks, and
       arguments that a later jax may add.
     - Everything else is as in :func:`jax_memeff.dot_product_attention`: a row that may attend to
       nothing gives 0, forward mode needs :func:`jax_memeff.forward_mode`, and shardings that would
@@ -220,10 +220,8 @@ def _only_jax_nn(signature: inspect.Signature, arguments: Mapping[str, Any]) -> 
         if dtype.name not in argument_arrays.FLOAT_DTYPES:
             return f"{name} has dtype {dtype}"
     scale = arguments.get("scale")
-    if isinstance(scale, Tracer):
-        return "scale is traced"
-    if scale is not None and (jnp.ndim(scale) > 0 or not math.isfinite(scale)):
-        return "scale is not one finite number"
+    if scale is not None and not _is_finite(scale):
+        return "scale is not one finite real number"
     window = arguments.get("local_window_size")
     sides = window if isinstance(window, (tuple, list)) else (window,)
     if any(isinstance(side, Tracer) for side in sides):
@@ -231,6 +229,13 @@ def _only_jax_nn(signature: inspect.Signature, arguments: Mapping[str, Any]) -> 
     if any(side is not None and side < 0 for side in sides):
         return f"local_window_size is {window}, and a side is negative"
     return None
+
+
+def _is_finite(scale: Any) -> bool:
+    """Whether the scale is one finite real number. The value of a traced one is unknown."""
+    if jnp.ndim(scale) > 0 or jnp.iscomplexobj(scale):
+        return False
+    return isinstance(scale, Tracer) or math.isfinite(scale)
 
 
 def _say(what: str) -> None:

@@ -286,7 +286,7 @@ def _chunks_suit(
             raise ValueError(
                 f"{name}: with {cause}, layout {layout!r} needs a multiple of {multiple} positions "
                 f"on each device of axis {axis_name!r}, got {length}; pad the sequence, and mask "
-                "what is padded by key_value_seq_lengths"
+                "the padding with key_value_seq_lengths"
             )
 
 

@@ -17,7 +17,8 @@ from jax_memeff.codegen.functions import builtin
 from jax_memeff.codegen.functions.program import Program
 
 _LEAST_SOFTMAX_SCALE = 1e-6
-"""Scores are multiplied by a smaller scale before a bias is added, not afterwards."""
+"""A larger scale multiplies the sum of a score and its bias. Any other scale multiplies the score
+before the bias is added."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +51,11 @@ class Scaling:
         return BeforeFunction(scaled_and_capped, () if self.soft_cap is None else (self.soft_cap,))
 
     def without_cap(self) -> Scaling:
-        """The scaling besides a program that begins with the soft cap."""
+        """The scaling of a call whose program begins with the soft cap."""
         return dataclasses.replace(self, soft_cap=None)
 
     def instead_of(self, program: Program) -> Scaling | None:
-        """The scaling that is the same as this scale and a program after it, if there is one.
+        """The scaling that equals this scale followed by ``program``, or None if there is none.
 
         Args:
             program: begins with the soft cap, if there is one.

@@ -188,7 +188,7 @@ def test_what_jax_nn_takes_and_the_public_function_refuses(arguments, said, asse
 
 
 ONLY_JAX_NN = {
-    "scale is not one finite number": {"scale": jnp.full((1, 4, 1, 1), 0.3)},
+    "scale is not one finite real number": {"scale": jnp.full((1, 4, 1, 1), 0.3)},
     "a side is negative": {"local_window_size": (-1, 3)},
     "query has dtype float8_e4m3fn": {
         name: x.astype(jnp.float8_e4m3fn)
@@ -216,14 +216,27 @@ def test_what_only_jax_nn_takes(reason, said, monkeypatch):
     monkeypatch.undo()
 
 
-def test_a_traced_scale(said, assert_close):
-    def call(scale):
-        return patched(QUERY, KEY, VALUE, scale=scale)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
+def test_a_traced_scale_and_its_gradient(dtype, said, assert_close):
+    def loss(function, scale):
+        return jnp.sum(function(QUERY, KEY, VALUE, scale=scale.astype(dtype)) ** 2)
 
+    scale = jnp.float32(2.0)
     with patch_jax_nn():
-        got = jax.jit(call)(0.3)
-    assert_close(got, ORIGINAL(QUERY, KEY, VALUE, scale=0.3))
-    assert "left to jax.nn: scale is traced" in said()[0]
+        got = jax.jit(jax.value_and_grad(functools.partial(loss, patched)))(scale)
+    assert_close(got, jax.value_and_grad(functools.partial(loss, ORIGINAL))(scale))
+    assert ["taken" in line for line in said()] == [True]
+
+
+def test_a_scale_that_vmap_maps(said, assert_close):
+    def call(function, scale):
+        return function(QUERY, KEY, VALUE, scale=scale)
+
+    scales = jnp.array([0.3, 2.0])
+    with patch_jax_nn():
+        got = jax.vmap(functools.partial(call, patched))(scales)
+    assert_close(got, jax.vmap(functools.partial(call, ORIGINAL))(scales))
+    assert ["taken" in line for line in said()] == [True]
 
 
 def test_an_argument_that_a_later_jax_adds(said, monkeypatch):

@@ -47,6 +47,17 @@ def test_no_header_includes_all_of_cute():
     assert not whole, f"include <cute/tensor_impl.hpp> and the algorithms that are called: {whole}"
 
 
+def test_comments_name_files_that_exist():
+    folders = "codegen|docs|ffi|jax_memeff|tests"
+    paths = {
+        (header.name, path)
+        for header in HEADERS
+        for path in re.findall(rf"\b(?:{folders})/[\w/]+\.(?:cc|cuh|h|md|py)\b", header.read_text())
+    }
+    assert paths
+    assert not [pair for pair in paths if not (ROOT / pair[1]).exists()]
+
+
 def test_includes_have_no_cycle():
     included = {
         str(header.relative_to(INCLUDE)): [name for name in _included(header) if name != "params.h"]

@@ -81,9 +81,10 @@ def paged_attention(
         query_starts: ``[B + 1]`` integers: sequence b owns queries ``query_starts[b]`` up to
             ``query_starts[b + 1]`` (exclusive). Later tokens belong to no sequence.
         max_query_length: With ``query_starts``, an upper bound on the queries of any sequence, a
-            Python integer; by default the number of tokens. It affects the run time slightly.
+            Python integer; by default the number of tokens. Without it, a call of decode steps
+            also needs the kernels and the workspace for prompts.
         scale: The factor of the scores, by default ``1/sqrt(H)``.
-        is_causal: Whether to mask keys after a query's position.
+        is_causal: Whether to mask keys after a query's position, by default True.
         local_window_size: A query at position p attends to the keys from ``p - left`` to
             ``p + right``.
         logits_soft_cap: As in :func:`jax_memeff.dot_product_attention`.

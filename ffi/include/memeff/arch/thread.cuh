@@ -22,7 +22,7 @@ CUTE_DEVICE unsigned block_index() {
   return block;
 }
 
-// Reads gridDim.x anew, which holds no register meanwhile.
+// Reads gridDim.x anew, so that it holds no register between two uses.
 CUTE_DEVICE unsigned grid_size() {
   unsigned size;
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(size));
@@ -49,7 +49,7 @@ CUTE_DEVICE void random_sleep() {
 #endif
 }
 
-// Leaves the issue slots of an SM to its other warps, in a loop that polls.
+// For loops that poll: leaves the issue slots of the SM to its other warps.
 CUTE_DEVICE void sleep_briefly() { asm volatile("nanosleep.u32 500;"); }
 
 // Programmatic dependent launch (CUDA programming guide) removes the launch gap between two kernels

@@ -38,7 +38,8 @@
 
 namespace memeff {
 
-// The kernel for decode and other calls with few rows; see codegen/kernels/fmha_fwd_split_sm80.py.
+// The kernel for decode and other calls with few rows; see
+// codegen/kernels/split/fmha_fwd_split_sm80.py.
 template <class Config>
 struct FmhaForwardSplitSm80 {
   static_assert(!Config::kRowMaxima);  // partial results have no maxima
@@ -65,8 +66,8 @@ struct FmhaForwardSplitSm80 {
                                    ScoreFunction<Config, ScoreGrid, false, Config::kPackHeads>>;
 
   // Batch-invariant results: a split is a whole number of segments, see forward/segment_sum.cuh.
-  // Groups take whole segments, because the sum of a segment has one order. Their sums are added up
-  // by the combine kernel.
+  // Each group takes whole segments, because a segment is summed in one fixed order. The combine
+  // kernel adds up the segments.
   static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
   static constexpr bool kGroupsTakeSegments = Tiles::kGroupsTakeSegments;
   static constexpr int kSegmentBlocks = Config::kSegmentKeys / kTileKey;

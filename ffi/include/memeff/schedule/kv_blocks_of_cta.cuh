@@ -16,7 +16,7 @@ template <class Config>
 class KvBlocksInRounds {
  public:
   // Takes the next KV block, if there is one. The numbers of CTAs and of KV blocks are computed
-  // anew in each round: ptxas would spill them, because the producer has few registers.
+  // anew in each round. Otherwise ptxas spills them, because the producer has few registers.
   CUTE_DEVICE bool take(BackwardParams const& params, WorkItem& item) {
     ProblemShape const& shape = params.shape;
     unsigned key_length = shape.key_length;

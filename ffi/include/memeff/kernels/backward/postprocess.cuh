@@ -70,8 +70,8 @@ struct FmhaBackwardPostprocess {
         tile,
         row_pointer<Element>(params.query_gradient, origin.batch, origin.row + row, item.head),
         params.query_gradient.row_stride * sizeof(Element), row_bound, shape.head_dim);
-    // This kernel may not end before the main kernel has. One CTA is enough for that, and others
-    // would keep their places on the SMs.
+    // Hazard: this kernel must not end before the main kernel, because the next kernel waits for
+    // this one only. If more than one CTA waited, they would occupy SMs.
     if (Config::kCountsKvBlocks && blockIdx.x == gridDim.x - 1) wait_for_kernel_before();
   }
 };

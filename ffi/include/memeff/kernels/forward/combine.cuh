@@ -60,9 +60,9 @@ struct FmhaForwardCombine {
   using Rows = PackedRows<Config::kPackHeads>;
   static constexpr int kThreads = 128;
 
-  // If a row has many splits, several sets of threads divide them. Segments are added up by one
-  // set, because their order matters; with hundreds of them the time is that of loads that wait for
-  // each other, so each thread has fewer columns and more loads in flight.
+  // If a row has many splits, several sets of threads divide them. One set adds up all segments,
+  // because their order matters. With hundreds of segments the latency of loads determines the
+  // time, so each thread has fewer columns and more loads in flight.
   static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
   static constexpr int kBlocksPerSm = kKeySegments ? 3 : 8;
   static constexpr int kColumns = kKeySegments ? 2 : 4;  // of a thread

@@ -1,8 +1,8 @@
-// Which heads have complete dq sums, for a postprocess kernel that rounds the sums of these heads
-// while the last CTAs of the main kernel still run: in its last round most SMs have no CTA.
+// Tracks which heads have complete dq sums. A postprocess kernel rounds the sums of these heads
+// while the last CTAs of the main kernel still run: in its last round many SMs have no CTA.
 //
-// BackwardParams::semaphores has the number of KV blocks of each (batch, key head) slice that have
-// made their last addition. The preprocess kernel clears it.
+// BackwardParams::semaphores counts, for each (batch, key head) slice, the KV blocks whose last
+// addition has been performed. The preprocess kernel clears it.
 #pragma once
 
 #include <memeff/arch/copy.cuh>

@@ -8,8 +8,8 @@
 
 namespace memeff {
 
-// How warps divide a score tile and an output tile. The groups of a batch-invariant kernel have a
-// KV block of kTileKey keys each, of different segments; other groups divide the keys of one block.
+// How warps divide a score tile and an output tile. Groups that take whole segments have a KV block
+// of kTileKey keys each, of different segments. Other groups divide the keys of one block.
 template <class Config>
 struct SplitTiles {
   static constexpr int kThreads = Config::kWarps * kWarpSize;
