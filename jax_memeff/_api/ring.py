@@ -270,7 +270,7 @@ def _lengths_suit(axis_name: AxisName, layout: Layout, rows: int, columns: int) 
             raise ValueError(
                 f"{name}: layout {layout!r} needs a multiple of {chunks} positions on each device "
                 f"of axis {axis_name!r}, got {length}; pad the sequence to a multiple of "
-                f"{chunks} times the size of the axis, and mask what is padded by "
+                f"{chunks} times the size of the axis, and mask the padding with "
                 "key_value_seq_lengths"
             )
 

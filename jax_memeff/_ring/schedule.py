@@ -99,7 +99,7 @@ def _take_chunks(x: Any, axis: int, n: int, order: Callable[[np.ndarray], np.nda
     if length % (2 * n):
         raise ValueError(
             f"x must have a multiple of 2n = {2 * n} positions along axis {axis}, got {length}; "
-            "pad the sequence, and mask what is padded by key_value_seq_lengths"
+            "pad the sequence, and mask the padding with key_value_seq_lengths"
         )
     chunks = x.reshape(*x.shape[:axis], 2 * n, length // (2 * n), *x.shape[axis + 1 :])
     taken = order(chunks_of_devices("zigzag", n).ravel())
