@@ -54,7 +54,7 @@ def test_an_operand_that_a_loop_overwrites_is_found(packed, target, wrong):
 
 
 class Kernel(NamedTuple):
-    """What the compiler made of one spec."""
+    """The compiled entry points of one spec."""
 
     spills: int
     """The largest spill of its entry points, in bytes."""

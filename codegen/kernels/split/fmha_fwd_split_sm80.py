@@ -61,9 +61,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         dims = [dim for dim in table if not is_float8 or dim % 64 == 0]
         for padded in itertools.product(dims, dims):
             for tile in table[max(padded)]:
-                # Groups of warps that take whole segments read keys of 16 bits.
-                if not (is_float8 and problem[PAGES].is_invariant and tile.query == 16):
-                    yield Row(*padded, tile)
+                yield Row(*padded, tile)
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
@@ -76,6 +74,8 @@ class FmhaFwdSplitSm80(MmaKernel):
             reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
         if _groups_take_segments(spec) and problem.asks(FUNCTIONS):
             reasons.append("its warps take different segments, and decide on KV blocks together")
+        if _groups_take_segments(spec) and spec[PAGES].is_float8:
+            reasons.append("its warps take different segments, of keys of 16 bits")
         return reasons + super().reasons(spec, problem, strategy)
 
     def completed(self, spec: KernelSpec, problem: Problem, strategy_: Strategy) -> KernelSpec:
