@@ -30,11 +30,12 @@ _TILE = WgmmaTile(
     64,
     2,
     "queries and two buffers of keys take 216 KB, and each of two consumers holds 256 columns of "
-    "the output in 128 registers a thread; with a window, positions in the rings spill, 52 bytes "
-    "with NVRTC 13.0 and none with 13.5",
+    "the output in 128 registers a thread",
     modifiers=("soft cap",),
-    spill_bytes=52,
 )
+
+_CLUSTER = 2
+"""The CTAs of a cluster."""
 
 _CONSUMERS = 2
 _PARTS = 3
@@ -112,12 +113,11 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         operands = rows * (spec.padded_head_dim + spec.tile.key)
         operands += stages * spec.tile.key * spec.padded_head_dim
         barriers = stages * (panels + _PARTS + 1)
-        rings = 1 + _WORK_STAGES
         return (
             operands * spec.element_bytes
             + rows * (shared_memory.STATISTICS_BYTES + 2 * _CONSUMERS * 4)
             + barriers * shared_memory.BARRIER_BYTES
-            + rings * shared_memory.PIPELINE_BYTES
+            + _WORK_STAGES * shared_memory.PIPELINE_BYTES
             + _WORK_STAGES * _KEY_PART_BYTES
             + _FLAG_BYTES
         )
@@ -127,17 +127,19 @@ class FmhaFwdLatentSm90(WgmmaKernel):
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         tile = spec.tile
-        grid = Grid(f"B*K*group_rows/{tile.query}*S/{tile.key}", most_per_sm=1)
+        blocks = f"{_CLUSTER}*B*K*group_rows/{_CLUSTER * tile.query}*S/{tile.key}"
+        grid = Grid(blocks, most_per_sm=1)
         blocks = f"{tile.query // _COMBINE_ROWS}*B*K*group_rows/{tile.query}"
         combine_grid = Grid(blocks, most_per_sm=_COMBINE_BLOCKS_PER_SM)
         threads = spec.padded_value_dim // 4
         class_name = "FmhaForwardLatentCombine<Config>"
         combine = stage(spec, "combine", class_name, threads, grid=combine_grid)
-        return self.main(spec, grid), combine
+        return self.main(spec, grid)._replace(cluster=_CLUSTER), combine
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         return {
             **super().constants(spec),
+            "kCluster": _CLUSTER,
             "kCombineRows": _COMBINE_ROWS,
             "kCombineBlocksPerSm": _COMBINE_BLOCKS_PER_SM,
         }
@@ -149,9 +151,11 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         its parts.
         """
         rows = spec.tile.query
-        tiles = sizes.batch * sizes.key_heads * -(-sizes.queries * sizes.group // rows)
-        blocks = min(tiles * -(-sizes.keys // spec.tile.key), max(multiprocessors, _MOST_BLOCKS))
+        packed, heads = sizes.queries * sizes.group, sizes.batch * sizes.key_heads
+        clusters = heads * -(-packed // (_CLUSTER * rows)) * -(-sizes.keys // spec.tile.key)
+        blocks = min(_CLUSTER * clusters, max(multiprocessors, _MOST_BLOCKS))
         slots = 2 * blocks * rows
+        tiles = heads * -(-packed // rows)
         yield Workspace("partial_logsumexp", (slots,))
         yield Workspace("partial_out", (slots, spec.padded_value_dim))
         yield Workspace("tile_parts", (tiles, _TILE_PARTS_WORDS), "int32")

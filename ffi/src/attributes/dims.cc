@@ -49,10 +49,11 @@ std::optional<long long> Dims::find(std::string_view name) const {
   return std::nullopt;
 }
 
-std::optional<Grid> Grid::parse(std::string_view text, int per_multiprocessor, const Dims& dims,
-                                std::string* error) {
+std::optional<Grid> Grid::parse(std::string_view text, int per_multiprocessor, int cluster,
+                                const Dims& dims, std::string* error) {
   Grid grid;
   grid.per_multiprocessor_ = per_multiprocessor;
+  grid.cluster_ = cluster;
   for (std::string_view product : split(text, '+')) {
     Term term;
     auto factors = split(product, '*');
@@ -94,7 +95,9 @@ long long Grid::blocks(const LaunchDims& dims, int multiprocessors) const {
     }
   }
   if (per_multiprocessor_ == 0) return sum;
-  return std::min(sum, static_cast<long long>(per_multiprocessor_) * multiprocessors);
+  long long const clusters =
+      static_cast<long long>(per_multiprocessor_) * multiprocessors / cluster_;
+  return std::min(sum, std::max(clusters, 1LL) * cluster_);
 }
 
 }  // namespace memeff::host

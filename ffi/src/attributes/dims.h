@@ -36,9 +36,10 @@ struct LaunchDims {
 class Grid {
  public:
   // Multiplies the factors that `dims` has. If `per_multiprocessor` is not 0, it bounds the number
-  // of blocks per multiprocessor. On failure returns none and sets `error`.
-  static std::optional<Grid> parse(std::string_view text, int per_multiprocessor, const Dims& dims,
-                                   std::string* error);
+  // of blocks per multiprocessor; the bound is a multiple of `cluster`. On failure returns none and
+  // sets `error`.
+  static std::optional<Grid> parse(std::string_view text, int per_multiprocessor, int cluster,
+                                   const Dims& dims, std::string* error);
 
   // The number of blocks; negative if it does not fit 63 bits.
   long long blocks(const LaunchDims& dims, int multiprocessors) const;
@@ -53,6 +54,7 @@ class Grid {
 
   std::vector<Term> terms_;
   int per_multiprocessor_ = 0;
+  int cluster_ = 1;
 };
 
 inline long long ceil_div(long long a, long long b) { return a / b + (a % b > 0); }

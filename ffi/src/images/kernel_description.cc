@@ -40,7 +40,7 @@ class Parser : public DescriptionReader {
     KernelDescription kernel;
     parse_kernel(direction, &kernel);
     std::vector<Words> entries;
-    while (next_is("entry")) entries.push_back(take("entry", 8));
+    while (next_is("entry")) entries.push_back(take("entry", 9));
     while (next_is("map")) parse_map(&kernel);
     std::vector<Words> const rows = parse_arrays();
     while (next_is("captured")) parse_captured(&kernel);
@@ -209,18 +209,19 @@ class Parser : public DescriptionReader {
     entry.threads = number("threads", words[2], 32, 1024);
     entry.shared_bytes = number("shared bytes", words[3], 0, 1 << 20);
     int const per_multiprocessor = number("a limit of blocks", words[5], 0, 1 << 10);
+    int const cluster = number("blocks of a cluster", words[6], 1, 16);
     if (failed()) return;
     if (entry.threads % 32 != 0) fail("threads = " + quoted(words[2]) + ", expected whole warps");
     std::string error;
-    auto grid = Grid::parse(words[4], per_multiprocessor, dims_.dims(), &error);
+    auto grid = Grid::parse(words[4], per_multiprocessor, cluster, dims_.dims(), &error);
     if (!grid) {
       fail(error);
       return;
     }
     entry.grid = std::move(*grid);
-    if (words[6] != "-") entry.block_mask = words[6];
-    entry.takes_maps = words[7] == "maps";
-    if (!entry.takes_maps && words[7] != "-") fail("the unknown parameters " + quoted(words[7]));
+    if (words[7] != "-") entry.block_mask = words[7];
+    entry.takes_maps = words[8] == "maps";
+    if (!entry.takes_maps && words[8] != "-") fail("the unknown parameters " + quoted(words[8]));
     check_block_mask(entry.block_mask);
     kernel->entry_points.push_back(std::move(entry));
   }

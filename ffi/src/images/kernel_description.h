@@ -9,9 +9,9 @@
 //   tile 128 128                           queries and keys
 //   alignment 16                           bytes that rows of query, key, ... start at multiples of
 //   blocks_per_sm 1
-//   entry NAME 384 232448 B*N*T/128 1 queries_128x128 maps
+//   entry NAME 384 232448 B*N*T/128 1 2 queries_128x128 maps
 //                                          threads, dynamic shared memory, grid, its limit for each
-//                                          SM or 0, block mask or -, maps or -
+//                                          SM or 0, CTAs of a cluster, block mask or -, maps or -
 //   map query 64 64 1                      array, rows and columns of the TMA box, the dim of rows
 //   array query bf16 B T N H               every operand and result of the call
 //   captured sinks 4 zeroed                of the arrays: alignment in bytes; zeroed or -

@@ -110,7 +110,7 @@ def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
         mask = entry.block_mask.name if entry.block_mask else "-"
         maps = "maps" if entry.takes_maps else "-"
         sizes = f"{entry.threads} {entry.shared_bytes}"
-        blocks = f"{entry.grid.product} {entry.grid.most_per_sm}"
+        blocks = f"{entry.grid.product} {entry.grid.most_per_sm} {entry.cluster}"
         lines.append(f"entry {entry.name} {sizes} {blocks} {mask} {maps}")
     for box in spec.tensor_maps:
         row_dim = 2 if box.name == "bias" else 1

@@ -21,8 +21,12 @@
 // the three parts of a buffer are released separately: the two halves of the value columns, each by
 // the warpgroup that multiplies them, and the other columns, which only scores need. The parts of
 // the next KV block arrive while the rest is read.
+//
+// L2 delivers less than all SMs ask for. So two CTAs form a cluster, and if both compute row tiles
+// of the same sequence, each copies half of the keys to both.
 #pragma once
 
+#include <memeff/arch/cluster.cuh>
 #include <memeff/collective/softmax/exchange.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -33,6 +37,7 @@
 #include <memeff/kernels/forward/latent/consumer.cuh>
 #include <memeff/kernels/forward/latent/output.cuh>
 #include <memeff/kernels/forward/latent/producer.cuh>
+#include <memeff/kernels/forward/latent/queries.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/balanced_keys.cuh>
 #include <memeff/score/modifiers.cuh>
@@ -61,6 +66,7 @@ struct FmhaForwardLatentSm90 {
   using Exchange = SoftmaxExchange<ScoreGrid, Softmax>;
   using Schedule = BalancedKeys<Config, Mask>;
   using Output = LatentOutputSm90<Config, OutGrid, Softmax>;
+  using Queries = LatentQueriesSm90<Config, FmhaForwardLatentSm90>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
   using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
@@ -88,6 +94,7 @@ struct FmhaForwardLatentSm90 {
     uint64_t empty[kParts];
   };
 
+  static constexpr int kCluster = Config::kCluster;  // CTAs
   static constexpr int kWorkStages = 4;
   // Everything in shared memory except the tiles.
   struct Control {
@@ -95,7 +102,6 @@ struct FmhaForwardLatentSm90 {
     float row_sums[2][kWarpgroups][kTileQuery];  // alternating between parts
     KeyBarriers keys[kStages];
     uint64_t probabilities[kWarpgroups];  // of KV blocks of each consumer
-    Pipeline<1> query;
     Pipeline<kWorkStages> work;
     KeyPart parts[kWorkStages];
     // Set by the producer before a KV block with an invalid page is complete, and never cleared.
@@ -115,17 +121,16 @@ struct FmhaForwardLatentSm90 {
     return tiles + kKeyOffset + stage * KeyTile::kBytes;
   }
 
-  CUTE_DEVICE static void init(Control& control) {
+  CUTE_DEVICE static void init(Control& control, int sharers) {
     constexpr int kWarps = kWarpgroupSize / kWarpSize;  // per consumer
     CUTE_UNROLL
     for (int stage = 0; stage < kStages; ++stage) {
       CUTE_UNROLL
       for (uint64_t& barrier : control.keys[stage].full) init_barrier(barrier, 1);
       CUTE_UNROLL
-      for (uint64_t& barrier : control.keys[stage].empty) init_barrier(barrier, kWarps);
+      for (uint64_t& barrier : control.keys[stage].empty) init_barrier(barrier, kWarps * sharers);
       init_barrier(control.probabilities[stage], kWarps);
     }
-    control.query.init(kWarpgroups * kWarps);
     control.work.init(kWarpgroups * kWarps + kParts);
     control.may_miss_pages = false;
     fence_barrier_init();
@@ -137,24 +142,31 @@ struct FmhaForwardLatentSm90 {
     char* const shared = dynamic_shared();
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
     uint32_t const tiles = shared_address(shared);
+    int const sharers = Schedule(params, int(gridDim.x)).template sharers<kCluster>();
     if (threadIdx.x == kConsumers) {
       prefetch_map(maps.key);
-      init(control);
+      init(control, sharers);
     }
-    __syncthreads();
+    // Makes the barriers of each CTA visible to the threads of all of them.
+    arrive_cluster();
+    wait_cluster();
 
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       int const warp = (int(threadIdx.x) - kConsumers) / kWarpSize;
       if (warp == kParts) {
-        Producer::produce_queries(params, control, tiles);
+        Producer::produce_parts(params, control);
       } else if (threadIdx.x % kWarpSize == 0) {
-        Producer::produce_keys(params, maps.key, control, tiles, warp);
+        Producer::produce_keys(params, maps.key, control, tiles, warp, sharers);
       }
     } else {
       raise_registers<kConsumerRegisters>();
-      Consumer::run(params, control, tiles);
+      Consumer::run(params, control, tiles, sharers);
     }
+    // Hazard: the others of the cluster still arrive at the barriers of this CTA.
+    __syncwarp();
+    arrive_cluster();
+    wait_cluster();
   }
 };
 

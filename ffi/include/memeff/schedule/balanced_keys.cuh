@@ -51,6 +51,13 @@ class BalancedKeys {
     return ceil_div(PackedRows<true>(shape).count(shape.query_length), kTileQuery);
   }
 
+  // The CTAs of a cluster of kCluster that compute the same KV blocks at the same time, each for a
+  // row tile of its own; 1 if not all CTAs of a cluster do.
+  template <int kCluster>
+  CUTE_DEVICE int sharers() const {
+    return together_ % kCluster == 0 ? kCluster : 1;
+  }
+
   // The index of the TileParts of a row tile.
   CUTE_DEVICE static int index(ProblemShape const& shape, int batch, int head, int tile) {
     return (batch * shape.key_heads + head) * row_tiles(shape) + tile;
@@ -70,8 +77,8 @@ class BalancedKeys {
     int const groups = groups_of(line);
     int const group = cta / together_;
     if (group >= groups) return;
-    long long const begin = total * group / groups;
-    long long const end = total * (group + 1) / groups;
+    long long const begin = quotient(total * group, groups);
+    long long const end = quotient(total * (group + 1), groups);
     int const lane = int(threadIdx.x) % kWarpSize;
     long long before = 0;
     for (int first = 0; first < items() && before < end; first = next_round(first)) {
@@ -86,11 +93,6 @@ class BalancedKeys {
       part.begin += part_begin;
       part.end = item.part.begin + part_end;
       bool const is_own = part_begin < part_end && item.has_rows;
-      if (is_own && part_begin == 0) {
-        long long const last = (first_block + item.range_size()) * groups - 1;
-        params_.tile_parts[index(params_.shape, part.batch, part.head, part.tile)] = {
-            int(last / total) - group + 1, 2 * cta + 1, 2 * (cta + together_), 2 * together_};
-      }
       unsigned own = __ballot_sync(0xffffffffu, is_own);
       CUTE_NO_UNROLL
       for (; own != 0; own &= own - 1) {
@@ -102,6 +104,12 @@ class BalancedKeys {
                     __shfl_sync(0xffffffffu, part.end, source),
                     __shfl_sync(0xffffffffu, part.slot, source)});
       }
+      if (is_own && part_begin == 0) {
+        long long const last = (first_block + item.range_size()) * groups - 1;
+        params_.tile_parts[index(params_.shape, part.batch, part.head, part.tile)] = {
+            int(quotient(last, total)) - group + 1, 2 * cta + 1, 2 * (cta + together_),
+            2 * together_};
+      }
       before += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
     }
   }
@@ -110,15 +118,16 @@ class BalancedKeys {
   // The row tile of this CTA in an item.
   struct Item {
     KeyPart part;   // all KV blocks of the CTA's row tile
-    bool has_rows;  // of the CTA's row tile
+    bool has_rows;  // of any row tile of the item
 
     CUTE_DEVICE int range_size() const { return part.end - part.begin; }
     CUTE_DEVICE int units() const { return range_size() == 0 ? 0 : range_size() + kItemCost; }
   };
 
-  // A divisor of the row tiles, so that no CTA of a group is idle.
+  // A divisor of the row tiles, so that no CTA of a group is idle. An even one lets a cluster share
+  // its copies.
   CUTE_DEVICE static int row_tiles_together(int tiles, int ctas) {
-    int const together = tiles % 4 == 0 ? 4 : tiles % 3 == 0 ? 3 : tiles % 2 == 0 ? 2 : 1;
+    int const together = tiles % 4 == 0 ? 4 : tiles % 2 == 0 ? 2 : tiles % 3 == 0 ? 3 : 1;
     return together <= ctas ? together : 1;
   }
 
@@ -127,6 +136,13 @@ class BalancedKeys {
     int const row = tile / together_ * together_ * kTileQuery;
     TileRange const range = mask.key_tiles(row, together_ * kTileQuery, kTileKey);
     return range.begin < range.end ? range : TileRange{0, 0};
+  }
+
+  // x / y rounded down, for x + y < 2^52: the rounded quotient of doubles cannot reach the next
+  // integer. The kernel cannot begin before it knows its parts, and an integer division of 64 bits
+  // is a long function.
+  CUTE_DEVICE static long long quotient(long long x, long long y) {
+    return (long long)(double(x) / double(y));
   }
 
   CUTE_DEVICE static long long clamp(long long x, int size) {
@@ -149,7 +165,7 @@ class BalancedKeys {
     Mask const mask(params_.mask, params_.shape, batch);
     TileRange const range = blocks(mask, tile);
     return {{batch, head_batch % params_.shape.key_heads, tile, range.begin, range.end, -1},
-            tile * kTileQuery < mask.query_length};
+            tile / together_ * together_ * kTileQuery < mask.query_length};
   }
 
   // The line of all items.

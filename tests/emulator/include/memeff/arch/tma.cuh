@@ -16,6 +16,7 @@ CUTE_DEVICE void load_box(TensorMap const& map, uint64_t& barrier, uint32_t shar
   emulator::load_box(&map, barrier, shared, {column, row, head, batch});
 }
 CUTE_DEVICE void prefetch_box(TensorMap const&, int, int, int, int) {}
+CUTE_DEVICE void prefetch_bytes(void const*, int) {}
 CUTE_DEVICE void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes) {
   emulator::load_tma(global, barrier, shared, bytes);
 }

@@ -2,6 +2,8 @@
 // half of the output's columns over all KV blocks.
 #pragma once
 
+#include <memeff/arch/cluster.cuh>
+#include <memeff/arch/copy.cuh>
 #include <memeff/arch/tma.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warp_gemm.cuh>
@@ -29,6 +31,8 @@ struct LatentConsumerSm90 {
   static constexpr int kKeySteps = Config::kTileKey / 16;
   static constexpr int kPanelSteps = PanelTile::kColumns / 16;
   static constexpr int kOtherColumns = Kernel::kParts - 1;  // the part without values
+  static constexpr int kOthers = Kernel::kPanels - Kernel::part_begin(kOtherColumns);
+  static constexpr int kOwnPanels = kOthers + Kernel::kValuePanels;  // without the other's values
   static constexpr int kTileKey = Kernel::kTileKey;
   static constexpr int kTileQuery = Kernel::kTileQuery;
 
@@ -37,19 +41,22 @@ struct LatentConsumerSm90 {
   struct Position {
     int warpgroup;
     bool leader;         // one per warp
+    int releases;        // the CTA in whose barriers this lane releases keys, or -1
     int next = 0;        // the buffer of the next part's first KV block
     int own_parity = 0;  // of the consumer's own buffer
     int other_parity = 0;
     int sums = 0;  // the buffer of row sums
-    PipelineStage<1> query;
     PipelineStage<Kernel::kWorkStages> slot;
   };
 
-  CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
+  CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles,
+                              int sharers) {
     Position at;
     // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
-    at.leader = threadIdx.x % kWarpSize == 0;
+    int const lane = int(threadIdx.x) % kWarpSize;
+    at.leader = lane == 0;
+    at.releases = lane >= sharers ? -1 : sharers == 1 ? cluster_rank() : lane;
     while (true) {
       control.work.wait(at.slot);
       KeyPart const part = control.parts[at.slot.index];
@@ -70,28 +77,30 @@ struct LatentConsumerSm90 {
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(output);
     Softmax softmax;
-    control.query.wait(at.query);
+    // Hazard: the other consumer must have read the queries of the part before. It has passed the
+    // barrier of add_row_sums().
+    Kernel::Queries::load(params, part, mask.query_length, tiles);
+    commit_copies();
+    wait_copies<0>();
+    fence_tma_store();
+    named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
     bool const starts = at.next == at.warpgroup;
     at.next ^= (part.end - part.begin) & 1;
-    int block = part.begin;
+    // The range is uniform over the warp. The shuffles show that to the compiler, which else
+    // computes matrix descriptors in vector registers: 168 R2UR for each KV block.
+    int block = __shfl_sync(0xffffffffu, part.begin, 0);
+    int const end = __shfl_sync(0xffffffffu, part.end, 0);
     if (starts) {
       add_own_block<false>(params, control, tiles, at, mask, part, block, scores, softmax, output);
       ++block;
     }
     // `block` belongs to the other consumer.
     CUTE_NO_UNROLL
-    for (; block + 1 < part.end; block += Kernel::kWarpgroups) {
+    for (; block + 1 < end; block += Kernel::kWarpgroups) {
       add_own_block<true>(params, control, tiles, at, mask, part, block + 1, scores, softmax,
                           output);
     }
-    if (block < part.end) {
-      // A consumer that computed no scores in this part has not released the queries yet.
-      __syncwarp();
-      if (block == part.begin && at.leader) control.query.release(at.query);
-      begin_other_values(control, tiles, at, softmax, output);
-      end_other_values(control, at, output);
-    }
-    at.query.advance();
+    if (block < end) add_other_values(control, tiles, at, softmax, output);
     Exchange::add_row_sums(control.row_sums[at.sums], at.warpgroup, Kernel::kConsumerBarrier,
                            softmax);
     at.sums ^= 1;  // hazard: the other consumer may still read these
@@ -100,7 +109,9 @@ struct LatentConsumerSm90 {
   }
 
   // Adds a KV block whose scores this consumer owns, and with kFollows the previous one, which
-  // belongs to the other consumer and whose product overlaps the softmax.
+  // belongs to the other consumer and is added between two parts of the scores. The second part
+  // needs panels that the other consumer released last, so they arrive last. Earlier this consumer
+  // would begin with its scores, later it would keep the other's buffer for longer.
   //
   // Hazard: kFollows must be a compile-time constant, because ptxas serializes products if a branch
   // separates them from the wait for other products.
@@ -109,14 +120,12 @@ struct LatentConsumerSm90 {
                                         uint32_t tiles, Position& at, Mask const& mask,
                                         KeyPart const& part, int block, Scores& scores,
                                         Softmax& softmax, Output& output) {
-    begin_scores(control, tiles, at, scores);
-    if constexpr (kFollows) begin_other_values(control, tiles, at, softmax, output);
-    wait_products<kFollows>();
+    add_scores(control, tiles, at, 0, kOwnPanels, scores);
+    if constexpr (kFollows) add_other_values(control, tiles, at, softmax, output);
+    add_scores(control, tiles, at, kOwnPanels, Kernel::kPanels, scores);
+    wait_products<0>();
     fence_accumulators(scores);
-    if (at.leader) {
-      arrive_barrier(control.keys[at.warpgroup].empty[kOtherColumns]);
-      if (block + Kernel::kWarpgroups >= part.end) control.query.release(at.query);
-    }
+    release_keys(control, at, at.warpgroup, kOtherColumns);
     Modifiers const modifiers = {{params.scale}, {params}, {}};
     ScoreTilePosition const tile = {part.batch, part.head, part.tile * kTileQuery,
                                     block * kTileKey};
@@ -125,36 +134,31 @@ struct LatentConsumerSm90 {
                                               control.may_miss_pages);
     auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
     fence_accumulators(scores);
-    // Redundant wait: it ends the basic block. Without it ptxas sinks the exponentials below the
-    // wait for the product that they should overlap.
-    wait_barrier(control.keys[at.warpgroup].full[0], at.own_parity);
     auto const probabilities = as_left_operand<Element>(scores);
-    if constexpr (kFollows) end_other_values(control, at, output);
     publish(params, control, tiles, at, mask, block, softmax, correction, probabilities);
     Softmax::rescale(output, correction);
     multiply_own_values(control, tiles, at, probabilities, output);
   }
 
-  // Starts S = Q K^T of a KV block in this consumer's buffer, panel by panel as they arrive,
-  // beginning with those that this consumer has released itself.
+  // Starts the products [begin, end) of S = Q K^T of a KV block in this consumer's buffer, a panel
+  // each as it arrives, beginning with those that this consumer has released itself.
   template <class Scores>
-  CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, Position const& at,
-                                       Scores& scores) {
+  CUTE_DEVICE static void add_scores(Control& control, uint32_t tiles, Position const& at,
+                                     int begin, int end, Scores& scores) {
     auto& barriers = control.keys[at.warpgroup];
     uint32_t const keys = Kernel::keys(tiles, at.warpgroup);
     fence_accumulators(scores);
     CUTE_UNROLL
-    for (int i = 0; i < Kernel::kPanels; ++i) {
+    for (int i = begin; i < end; ++i) {
       // The columns without values are the last ones.
-      constexpr int kOthers = Kernel::kPanels - Kernel::part_begin(kOtherColumns);
       int const value_panel =
           (i - kOthers + at.warpgroup * Kernel::kValuePanels) % Kernel::part_begin(kOtherColumns);
       int const panel = i < kOthers ? Kernel::part_begin(kOtherColumns) + i : value_panel;
       wait_barrier(barriers.full[panel], at.own_parity);
       begin_products();  // after each wait, else ptxas (CUDA 13.0) injects it (C7519)
       warpgroup_gemm<Element, kPanelSteps>(
-          scores, DescriptorOperand<PanelTile, Contiguous::k>(tiles + panel * PanelTile::kBytes),
-          DescriptorOperand<PanelTile, Contiguous::k>(keys + panel * PanelTile::kBytes), i > 0);
+          scores, operand<PanelTile, Contiguous::k>(tiles + panel * PanelTile::kBytes),
+          operand<PanelTile, Contiguous::k>(keys + panel * PanelTile::kBytes), i > 0);
     }
     commit_products();
   }
@@ -186,7 +190,7 @@ struct LatentConsumerSm90 {
     random_sleep();
   }
 
-  // Starts O += P V of a KV block whose probabilities this consumer has in registers.
+  // Computes O += P V of a KV block whose probabilities this consumer has in registers.
   template <class Probabilities, class Output>
   CUTE_DEVICE static void multiply_own_values(Control& control, uint32_t tiles, Position& at,
                                               Probabilities const& probabilities, Output& output) {
@@ -196,14 +200,15 @@ struct LatentConsumerSm90 {
     commit_products();
     wait_products<0>();
     fence_accumulators(output);
-    if (at.leader) arrive_barrier(control.keys[at.warpgroup].empty[at.warpgroup]);
+    release_keys(control, at, at.warpgroup, at.warpgroup);
     at.own_parity ^= 1;
   }
 
-  // Starts O += P V of a KV block of the other consumer, whose probabilities are in shared memory.
+  // Computes O += P V of a KV block of the other consumer, whose probabilities are in shared
+  // memory.
   template <class Output>
-  CUTE_DEVICE static void begin_other_values(Control& control, uint32_t tiles, Position const& at,
-                                             Softmax& softmax, Output& output) {
+  CUTE_DEVICE static void add_other_values(Control& control, uint32_t tiles, Position& at,
+                                           Softmax& softmax, Output& output) {
     int const other = 1 - at.warpgroup;
     wait_barrier(control.probabilities[other], at.other_parity);
     random_sleep();
@@ -219,26 +224,32 @@ struct LatentConsumerSm90 {
     fence_accumulators(output);
     begin_products();
     warpgroup_gemm<Element, kKeySteps>(
-        output,
-        DescriptorOperand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset),
+        output, operand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset),
         values(tiles, at, other), true);
     commit_products();
-  }
-
-  template <class Output>
-  CUTE_DEVICE static void end_other_values(Control& control, Position& at, Output& output) {
     wait_products<0>();
     fence_accumulators(output);
-    if (at.leader) arrive_barrier(control.keys[1 - at.warpgroup].empty[at.warpgroup]);
+    release_keys(control, at, other, at.warpgroup);
     at.other_parity ^= 1;
+  }
+
+  // Releases a part of a buffer in all CTAs that share its keys. All lanes of a warp call it.
+  CUTE_DEVICE static void release_keys(Control& control, Position const& at, int buffer, int part) {
+    if (at.releases >= 0) arrive_cluster_barrier(control.keys[buffer].empty[part], at.releases);
+    random_sleep();
   }
 
   // This consumer's columns of the values in a buffer.
   CUTE_DEVICE static DescriptorOperand<ValueTile, Contiguous::outer> values(uint32_t tiles,
                                                                             Position const& at,
                                                                             int buffer) {
-    return DescriptorOperand<ValueTile, Contiguous::outer>(Kernel::keys(tiles, buffer) +
-                                                           at.warpgroup * ValueTile::kBytes);
+    return operand<ValueTile, Contiguous::outer>(Kernel::keys(tiles, buffer) +
+                                                 at.warpgroup * ValueTile::kBytes);
+  }
+
+  template <class Tile, Contiguous kOrder>
+  CUTE_DEVICE static DescriptorOperand<Tile, kOrder> operand(uint32_t tile) {
+    return DescriptorOperand<Tile, kOrder>(descriptor_address(tile));
   }
 };
 

@@ -1,36 +1,30 @@
-// The producer warpgroup of kernels/fmha_fwd_latent_sm90.cuh: a warp plans the work of the CTA and
-// copies queries, and one thread for each part of the columns copies keys.
+// The producer warpgroup of kernels/fmha_fwd_latent_sm90.cuh: a warp plans the work of the CTA, and
+// one thread for each part of the columns copies keys.
 #pragma once
 
-#include <memeff/arch/copy.cuh>
+#include <memeff/arch/cluster.cuh>
 #include <memeff/arch/tma.cuh>
 #include <memeff/core/page_table.cuh>
 #include <memeff/core/pipeline.cuh>
 #include <memeff/layout/key_value_source.cuh>
-#include <memeff/layout/packed_rows.cuh>
-#include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/schedule/balanced_keys.cuh>
 
 namespace memeff {
 
-// The kernel calls produce_queries() with one warp, and produce_keys() with one thread per part.
+// The kernel calls produce_parts() with one warp, and produce_keys() with one thread per part.
 template <class Config, class Kernel>
 struct LatentProducerSm90 {
   using Element = typename Config::Element;
   using Control = typename Kernel::Control;
   using KeyTile = typename Kernel::KeyTile;
   using Mask = typename Kernel::Mask;
-  using QueryTile = typename Kernel::QueryTile;
   static constexpr int kTileKey = Kernel::kTileKey;
-  static constexpr int kTileQuery = Kernel::kTileQuery;
   static constexpr int kBoxRows = PageTable<Config>::kPaged ? Config::kKeyBoxRows : kTileKey;
   static constexpr int kBoxes = kTileKey / kBoxRows;
 
-  // Run by the warp that hands out the parts of this CTA and copies their queries.
-  CUTE_DEVICE static void produce_queries(ForwardParams const& params, Control& control,
-                                          uint32_t tiles) {
-    PipelineStage<1> query;
+  // Run by the warp that hands out the parts of this CTA.
+  CUTE_DEVICE static void produce_parts(ForwardParams const& params, Control& control) {
     PipelineStage<Kernel::kWorkStages> slot;
     bool const leader = threadIdx.x % kWarpSize == 0;
     auto hand_out = [&](KeyPart const& part) {
@@ -43,23 +37,16 @@ struct LatentProducerSm90 {
       slot.advance();
     };
     typename Kernel::Schedule const schedule(params, int(gridDim.x));
-    schedule.for_each_part(int(blockIdx.x), [&](KeyPart const& part) {
-      hand_out(part);
-      control.query.acquire(query);
-      load_queries(params, part, tiles);
-      commit_copies();
-      wait_copies<0>();
-      fence_tma_store();
-      __syncwarp();
-      if (leader) control.query.commit(query);
-      query.advance();
-    });
+    schedule.for_each_part(int(blockIdx.x), hand_out);
     hand_out(KeyPart{-1, 0, 0, 0, 0, 0});
   }
 
-  // Run by the thread that copies one part of the columns of all KV blocks.
+  // Run by the thread that copies one part of the columns of all KV blocks. The CTAs that share
+  // them copy panels in turn.
   CUTE_DEVICE static void produce_keys(ForwardParams const& params, TensorMap const& map,
-                                       Control& control, uint32_t tiles, int columns) {
+                                       Control& control, uint32_t tiles, int columns, int sharers) {
+    int const rank = cluster_rank() % sharers;
+    bool const contiguous = params.key.row_stride == params.shape.head_dim;
     PipelineStage<Kernel::kStages> stage;
     PipelineStage<Kernel::kWorkStages> slot;
     typename Kernel::Schedule const schedule(params, int(gridDim.x));
@@ -83,19 +70,24 @@ struct LatentProducerSm90 {
         uint32_t const target = Kernel::keys(tiles, stage.index);
         for_each_box(columns, [&](int panel, int box) {
           if (box == 0) arrive_and_expect(barriers.full[panel], KeyTile::kPanelBytes);
-          load_box(map, barriers.full[panel],
-                   target + panel * KeyTile::kPanelBytes + box * kBoxRows * KeyTile::kRowBytes,
-                   panel * KeyTile::kPanelColumns, rows[box], part.head, batch,
-                   CacheHint::EVICT_NORMAL);
+          if ((panel + block) % sharers != rank) return;
+          load(map, barriers.full[panel],
+               target + panel * KeyTile::kPanelBytes + box * kBoxRows * KeyTile::kRowBytes,
+               panel * KeyTile::kPanelColumns, rows[box], part.head, batch, sharers);
         });
         stage.advance();
 
         int const ahead = block + kPrefetched;
         if (ahead >= part.end || !schedule.has_share(int(blockIdx.x), ahead)) continue;
+        if (contiguous && columns > 0) continue;
         find_rows(params, control, source, key_length, ahead * kTileKey, rows);
-        for_each_box(columns, [&](int panel, int box) {
-          prefetch_box(map, panel * KeyTile::kPanelColumns, rows[box], part.head, batch);
-        });
+        if (contiguous) {
+          prefetch_rows(params, source, key_length - ahead * kTileKey, rows);
+        } else {
+          for_each_box(columns, [&](int panel, int box) {
+            prefetch_box(map, panel * KeyTile::kPanelColumns, rows[box], part.head, batch);
+          });
+        }
       }
     }
   }
@@ -104,7 +96,18 @@ struct LatentProducerSm90 {
   // How many KV blocks ahead a block is prefetched into L2. A block is loaded only when its buffer
   // is free, and then its latency is exposed, because both consumers wait for it. So one of the
   // CTAs that read it prefetches it earlier.
-  static constexpr int kPrefetched = Kernel::kStages;
+  static constexpr int kPrefetched = 1;
+
+  // Copies a box to all CTAs that share it.
+  CUTE_DEVICE static void load(TensorMap const& map, uint64_t& arrived, uint32_t target, int column,
+                               int row, int head, int batch, int sharers) {
+    if (sharers == 1) {
+      load_box(map, arrived, target, column, row, head, batch, CacheHint::EVICT_NORMAL);
+    } else {
+      load_cluster_box<Kernel::kCluster>(map, arrived, target, column, row, head, batch,
+                                         CacheHint::EVICT_NORMAL);
+    }
+  }
 
   // Calls use(panel, box) for the boxes of a part of the columns.
   template <class Use>
@@ -113,6 +116,22 @@ struct LatentProducerSm90 {
     for (int panel = Kernel::part_begin(columns); panel < Kernel::part_end(columns); ++panel) {
       CUTE_UNROLL
       for (int box = 0; box < kBoxes; ++box) use(panel, box);
+    }
+  }
+
+  // Prefetches the first `count` keys of a KV block, whose rows are contiguous in each box. Memory
+  // delivers more if it is read in order than if each panel of columns is read apart.
+  CUTE_DEVICE static void prefetch_rows(ForwardParams const& params,
+                                        KeyValueSource<Config> const& source, int count,
+                                        int const (&rows)[kBoxes]) {
+    CUTE_UNROLL
+    for (int box = 0; box < kBoxes; ++box) {
+      int const valid = min(count - box * kBoxRows, kBoxRows);
+      bool const exists = !PageTable<Config>::kPaged || rows[box] < params.shape.key_tokens;
+      if (valid <= 0 || !exists) continue;
+      prefetch_bytes(
+          row_pointer<Element>(params.key, source.batch(params.key), rows[box], source.head),
+          valid * int(row_bytes<Element>(params.key)));
     }
   }
 
@@ -133,56 +152,6 @@ struct LatentProducerSm90 {
       rows[0] = source.origin.row + first;
     }
   }
-
-  // Starts the copies of a tile of queries; rows and columns beyond the bounds become zero. Each
-  // lane finds the addresses of two rows, so the warp divides by the number of heads only twice.
-  CUTE_DEVICE static void load_queries(ForwardParams const& params, KeyPart const& part,
-                                       uint32_t tile) {
-    constexpr int kRowChunks = Config::kHeadDim / 8;
-    constexpr int kUnrolled = 4;  // eight spill
-    static_assert(kTileQuery == 2 * kWarpSize);
-    int const lane = int(threadIdx.x) % kWarpSize;
-    int const bound = Mask(params.mask, params.shape, part.batch).query_length;
-    CUTE_NO_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      int const first_row = part.tile * kTileQuery + half * kWarpSize;
-      QueryRow const own(params, part, min(first_row + lane, bound - 1));
-#pragma unroll kUnrolled
-      for (int row = 0; row < kWarpSize; ++row) {
-        char const* const source = own.of_lane(row);
-        CUTE_UNROLL
-        for (int first = 0; first < kRowChunks; first += kWarpSize) {
-          int const chunk = first + lane;
-          if (chunk >= kRowChunks) break;
-          copy_async(tile + QueryTile::byte_offset(half * kWarpSize + row, chunk),
-                     source + chunk * 16,
-                     first_row + row < bound && chunk * 8 < params.shape.head_dim);
-        }
-      }
-    }
-  }
-
-  // The address of a packed row of the query.
-  struct QueryRow {
-    unsigned low;
-    unsigned high;
-
-    CUTE_DEVICE QueryRow(ForwardParams const& params, KeyPart const& part, int row) {
-      PackedRows<true> const rows(params.shape);
-      Origin const origin = query_origin<Config>(params.shape, part.batch);
-      auto const address = reinterpret_cast<unsigned long long>(
-          row_pointer<Element>(params.query, origin.batch, origin.row + rows.query(row),
-                               rows.query_head(part.head, row)));
-      low = unsigned(address);
-      high = unsigned(address >> 32);
-    }
-
-    // The address that another lane holds.
-    CUTE_DEVICE char const* of_lane(int lane) const {
-      unsigned long long const above = __shfl_sync(0xffffffffu, high, lane);
-      return reinterpret_cast<char const*>(above << 32 | __shfl_sync(0xffffffffu, low, lane));
-    }
-  };
 };
 
 }  // namespace memeff
