@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import example_programs
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -246,6 +247,18 @@ def test_derivatives_that_are_1_are_known():
     assert "Derivative" not in emit.source(DOCUMENTS, "F", precise=True)
 
 
+@jax.custom_jvp
+def with_slope(x, z):
+    """x, with a derivative that is NaN where the exponential overflows."""
+    return x
+
+
+@with_slope.defjvp
+def _slope(primals, tangents):
+    x, z = primals
+    return x, jnp.where(z < 0, 0 * jnp.exp(z * z), 1) * tangents[0]
+
+
 @pytest.mark.parametrize(
     ("term", "finite"),
     [
@@ -255,6 +268,7 @@ def test_derivatives_that_are_1_are_known():
         (lambda x, q, k: x / (q - k), False),
         (lambda x, q, k: x * jnp.sqrt((q - k).astype("float32")), False),
         (lambda x, q, k: x * x, False),
+        (lambda x, q, k: with_slope(x, (q - k).astype("float32")), False),
         (lambda x, q, k: x * q.astype("float32") ** 4, False),
     ],
 )
