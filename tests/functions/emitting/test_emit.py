@@ -13,12 +13,12 @@ import pytest
 from example_programs import ALIBI, DOCUMENTS, GOLDEN, SOURCES, TABLE, constant
 from random_programs import programs
 
-from jax_memeff._functions.trace import traced_score_function
+from jax_memeff._functions.trace import traced_mask_function, traced_score_function
 from jax_memeff.codegen.functions import emit, operations
 from jax_memeff.codegen.functions.nodes import MOST_DIMS
 from jax_memeff.codegen.functions.operations import OPERATIONS
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
-from jax_memeff.codegen.functions.regions import constant_along_diagonals
+from jax_memeff.codegen.functions.regions import block_sizes, constant_along_diagonals
 
 pytestmark = pytest.mark.quick
 
@@ -239,6 +239,14 @@ def test_reads_that_are_constant_along_diagonals(index, expected):
     (read,) = program.float_reads
     assert constant[read] == expected
     assert not constant[program.results[0]]
+
+
+@pytest.mark.parametrize(
+    ("bits", "sizes"), [(6, {64}), (30, {2**30}), (31, set()), (2**31 - 1, set()), (-1, set())]
+)
+def test_a_shift_divides_into_blocks(bits, sizes):
+    program, _ = traced_mask_function(lambda b, h, q, k: q >> 2 == k >> bits)
+    assert block_sizes(program, "key") == sizes
 
 
 def test_derivatives_that_are_1_are_known():
