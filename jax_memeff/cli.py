@@ -81,7 +81,7 @@ def _info(options: argparse.Namespace, out: Console) -> int:
     table = new_table("part", "value")
     table.add_row("jax_memeff", _package_version())
     for part, found in nvrtc.versions().items():
-        table.add_row(part, found)
+        table.add_row(part, escape(found))
     table.add_row("devices", ", ".join(_device_archs()) or "none found")
     table.add_row("JAX_MEMEFF_ARCHS", ", ".join(config.archs()) or "not set")
     cache = program_cache.current()
@@ -258,7 +258,7 @@ def _add_rows(table: Table, spec: KernelSpec, arch: str, compiled: Compiled) -> 
             ("yes" if compiled.cached else "no") if main else "",
         )
     for warning in compiled.warnings:
-        table.add_row(f"  [yellow]{warning}[/yellow]")
+        table.add_row(f"  [yellow]{escape(warning)}[/yellow]")
 
 
 def _problem(

@@ -54,7 +54,7 @@ def soft_cap(program: Program) -> float | None:
 
 
 def _number_at(program: Program, index: int, score: float) -> float | None:
-    """A value of the program at a given score; None if it depends on anything else."""
+    """A value at a given score; None if it depends on anything else, or divides by 0."""
     value = program.values[index]
     if value.op == "score":
         return score
@@ -63,7 +63,9 @@ def _number_at(program: Program, index: int, score: float) -> float | None:
     if value.op not in _FLOAT_OPERATIONS:
         return None
     args = [_number_at(program, arg, score) for arg in value.args]
-    return None if None in args else _FLOAT_OPERATIONS[value.op](*args)
+    if None in args or (value.op == "div" and args[1] == 0):
+        return None
+    return _FLOAT_OPERATIONS[value.op](*args)
 
 
 def _cap_of_value(program: Program) -> float | None:

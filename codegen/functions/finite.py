@@ -39,7 +39,8 @@ def _bound(op: str, params: dict[str, Any], bounds: list[float]) -> float:
     if op in ("add", "sub"):
         return sum(bounds)
     if op == "mul":
-        return math.prod(bounds)
+        # The product of 0 and an unknown number may be NaN.
+        return math.inf if math.inf in bounds else math.prod(bounds)
     if op in ("neg", "abs", "sign"):
         return bounds[0]
     if op == "convert_element_type":

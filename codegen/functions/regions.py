@@ -67,7 +67,10 @@ def block_sizes(program: Program, axis: str) -> frozenset[int]:
         constant = program.values[number]
         if constant.op == "constant" and program.dependence(divided) == {axis}:
             size = constant.param("value")
-            found.add(size if value.op == "div" else 2**size)
+            if value.op == "div":
+                found.add(size)
+            elif 0 <= size < 31:  # wider shifts move all bits out
+                found.add(2**size)
     return frozenset(size for size in found if size > 1)
 
 

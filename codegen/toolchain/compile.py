@@ -167,8 +167,12 @@ def _unpack(payload: bytes, names: tuple[str, ...], start: float) -> Compiled | 
         fields = json.loads(meta)
         found = tuple(Resource(*values) for values in fields["resources"])
         warnings, log, size = tuple(fields["warnings"]), fields["log"], fields["image_bytes"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    if not image or len(image) != size or not {resource.name for resource in found} <= {*names}:
+    numbers = [size, *(number for resource in found for number in resource[1:])]
+    are_typed = all(isinstance(text, str) for text in (log, *warnings))
+    if not are_typed or not all(isinstance(number, int) for number in numbers):
+        return None
+    if not image or len(image) != size or any(resource.name not in names for resource in found):
         return None
     return Compiled(image, names, found, warnings, log, time.perf_counter() - start, cached=True)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import compile as compiler
-from jax_memeff.codegen.toolchain import nvrtc
+from jax_memeff.codegen.toolchain import nvrtc, parts
 from jax_memeff.codegen.toolchain.compile import Compiled
 from jax_memeff.errors import CompileError
 
@@ -105,7 +105,7 @@ class _Worker:
             [sys.executable, "-P", "-m", "jax_memeff.codegen.toolchain.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, parts.python_path()))},
         )
 
     def run(self, job: Job) -> Compiled | CompileError:
@@ -115,7 +115,7 @@ class _Worker:
             pickle.dump(compiler.source(*job), stdin)
             stdin.flush()
             ok, result = pickle.load(stdout)
-        except (EOFError, OSError):
+        except (EOFError, OSError, pickle.UnpicklingError):  # the last if it ended within a result
             return CompileError(
                 f"error: the compiler process ended with exit code {self.process.wait()}",
                 nvrtc.versions(),
@@ -124,8 +124,8 @@ class _Worker:
             )
         if ok:
             return result
-        message, log, parts = result
-        error = CompileError(log, parts)
+        message, log, versions = result
+        error = CompileError(log, versions)
         error.args = (message,)  # with the advice that the process gave
         return error
 

@@ -207,13 +207,18 @@ def _or_archive() -> str:
 
 def searched() -> dict[str, str]:
     """The places that are searched for parts, in this order, by name, with their current values."""
-    path = [entry for entry in sys.path if os.path.isdir(entry or ".")]
+    path = [entry for entry in python_path() if os.path.isdir(entry or ".")]
     variables = ("CONDA_PREFIX", "CUDA_PATH", "CUDA_HOME")
     return {
         "sys.path": os.pathsep.join(path),
         **{name: os.environ.get(name) or "not set" for name in variables},
         "system": "the dynamic linker's path, /usr/local/cuda",
     }
+
+
+def python_path() -> list[str]:
+    """``sys.path`` without what Python's import ignores, such as a ``Path``."""
+    return [entry for entry in sys.path if isinstance(entry, str)]
 
 
 def import_(name: str) -> ModuleType:

@@ -129,21 +129,26 @@ def write(path: Path, kernels: Mapping[Source, bytes], compiler: Mapping[str, st
             name: [arch, *names] for name, ((_, arch, names), _) in sorted(entries.items())
         },
     }
-    temporary = temporary_beside(path)
+    target = target_of(path)
+    temporary = temporary_beside(target)
     try:
         with zipfile.ZipFile(temporary, "x", zipfile.ZIP_STORED) as archive:
             _add(archive, _MANIFEST, json.dumps(manifest, indent=1).encode())
             for name, (_, payload) in sorted(entries.items()):
                 _add(archive, name, program_cache.sealed(name.removesuffix(".kernel"), payload))
         temporary.chmod(0o644)
-        temporary.replace(os.path.realpath(path))  # a link stays a link
+        temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def temporary_beside(path: Path) -> Path:
-    """A new name beside the file that ``path`` leads to; from there it is renamed into place."""
-    target = Path(os.path.realpath(path))
+def target_of(path: Path) -> Path:
+    """The file that ``path`` leads to, so that a link stays a link."""
+    return Path(os.path.realpath(path))
+
+
+def temporary_beside(target: Path) -> Path:
+    """A new name beside a file; from there it is renamed into place."""
     return target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
 
 
@@ -210,14 +215,25 @@ def _contents(archive: zipfile.ZipFile) -> Contents:
         manifest: Any = json.loads(_stored(archive, _MANIFEST))
         kernels = manifest["kernels"]
         return Contents(
-            version=str(manifest["jax_memeff"]),
+            version=_printable(manifest["jax_memeff"]),
             fits=manifest["headers"] == headers.own_digest().hex(),
             kernels=len(kernels),
-            archs=tuple(sorted({str(arch) for arch, *_ in kernels.values()})),
-            compiler={str(part): str(version) for part, version in manifest["compiler"].items()},
+            archs=tuple(sorted({_printable(arch) for arch, *_ in kernels.values()})),
+            compiler={
+                _printable(part): _printable(version)
+                for part, version in manifest["compiler"].items()
+            },
         )
     except (AttributeError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"{_MANIFEST} has another structure: {error!r}") from error
+
+
+def _printable(value: object) -> str:
+    """Text of an archive in which escape sequences of terminals are written out."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in str(value)
+    )
 
 
 @functools.cache

@@ -35,7 +35,7 @@ class Position(NamedTuple):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Offsets:
     """The global position of a shard, a ring step or a chunk.
 
@@ -54,7 +54,8 @@ class Offsets:
             multiple of 16. Values of device arrays are clamped to [0, 2**29].
         key: global index of the first key column; likewise.
 
-    Attention functions raise ValueError for Python and NumPy values out of range.
+    Attention functions raise ValueError for Python and NumPy values out of range. Offsets are equal
+    if their numbers are, and those without arrays can be static arguments of ``jax.jit``.
 
     >>> Offsets(query=512).position()
     Position(query=Array(512, dtype=int32), key=Array(0, dtype=int32))
@@ -65,6 +66,21 @@ class Offsets:
     num_heads: Index | None = None
     query: Index = 0
     key: Index = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Offsets):
+            return NotImplemented
+        return all(map(np.array_equal, self._values(), other._values()))
+
+    def __hash__(self) -> int:
+        if any(isinstance(value, np.ndarray | jax.Array) for value in self._values()):
+            raise TypeError(
+                "cannot hash Offsets that hold arrays; do not make them static arguments of jax.jit"
+            )
+        return hash(self._values())
+
+    def _values(self) -> tuple[Any, ...]:
+        return self.batch, self.head, self.num_heads, self.query, self.key
 
     def position(self) -> Position:
         """The row and column offsets, int32."""

@@ -27,7 +27,7 @@ def require_writable(path: Path) -> None:
         elif not path.parent.is_dir():
             reason = f"{path.parent} is not a directory"
         else:
-            temporary = prebuilt.temporary_beside(path)
+            temporary = prebuilt.temporary_beside(prebuilt.target_of(path))
             temporary.touch(exist_ok=False)
             temporary.unlink()
     except OSError as error:

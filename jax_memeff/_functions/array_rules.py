@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._functions.graph import Graph
@@ -87,6 +89,19 @@ _CUMULATIVE = {"cummax": "max", "cummin": "min", "cumprod": "mul", "cumsum": "ad
 _NEUTRAL = {"add": 0, "or": 0, "xor": 0, "mul": 1, "and": -1}
 
 
+def _neutral(op: str, dtype: np.dtype) -> Any:
+    """The result of a reduction of no elements."""
+    if op in _NEUTRAL:
+        return _NEUTRAL[op]
+    largest = op == "min"
+    if dtype == np.bool_:
+        return largest
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.inf if largest else -np.inf
+    limits = np.iinfo(dtype)
+    return limits.max if largest else limits.min
+
+
 def _pair(graph: Graph, op: str, dtype: np.dtype, first: int, second: int) -> int:
     return lower(graph, op, {}, dtype, (dtype, dtype), (first, second))
 
@@ -95,12 +110,13 @@ def _reduce(graph: Graph, name: str, params: Params, result: np.dtype, x: Scalar
     op, axes = _REDUCTIONS[name], tuple(params["axes"])
     kept = [axis for axis in range(len(x.shape)) if axis not in axes]
     shape = [x.shape[axis] for axis in kept]
-    rows = np.transpose(x.elements, (*kept, *axes)).reshape(*shape, -1)
+    count = math.prod(x.shape[axis] for axis in axes)
+    rows = np.transpose(x.elements, (*kept, *axes)).reshape(*shape, count)
     reduced = np.empty(shape, int)
     for position in np.ndindex(*shape):
         row = [int(element) for element in rows[position]]
-        if not row:  # reductions without a neutral element refuse empty arrays in JAX
-            row = [graph.number(_NEUTRAL[op], scalar_type(result))]
+        if not row:
+            row = [graph.number(_neutral(op, result), scalar_type(result))]
         reduced[position] = functools.reduce(functools.partial(_pair, graph, op, result), row)
     return reduced
 

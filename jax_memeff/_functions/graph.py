@@ -13,8 +13,10 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jax_memeff._functions.operations import SCALAR_TYPES, bits_of_small, converted_numbers
 from jax_memeff.codegen.functions.program import INPUTS, ScalarType, Value
 
 _COMMUTATIVE = frozenset({"add", "and", "eq", "mul", "ne", "or", "xor"})
@@ -105,6 +107,36 @@ class Graph:
             structural = structural or value in (0, 1, -1) or not math.isfinite(value)
         return self.add("constant" if structural else "number", dtype, (), {"value": value})
 
+    def converted(self, value: int, source: np.dtype, target: np.dtype) -> int:
+        """A value of dtype ``source`` as ``target``, each a dtype of JAX.
+
+        Floats beyond the limits of an integer type become these limits, and NaN becomes 0. Integers
+        wrap around.
+        """
+        found = self.add("convert_element_type", SCALAR_TYPES[target.name], (value,))
+        if not bits_of_small(target) or not jnp.issubdtype(source, jnp.floating):
+            return self.wrapped(found, target)
+        info = np.iinfo(target)
+        least, most = (
+            self.number(limit, "int32", structural=True) for limit in (info.min, info.max)
+        )
+        return self.add("clamp", "int32", (least, found, most))
+
+    def wrapped(self, value: int, dtype: np.dtype) -> int:
+        """An int32 wrapped around as arithmetic in a smaller dtype wraps; others unchanged."""
+        bits = bits_of_small(dtype)
+        if not bits:
+            return value
+        if (number := self.static(value)) is not None:
+            is_structural = self.constant(value) is not None
+            return self.number(np.int32(number).astype(dtype), "int32", structural=is_structural)
+        if dtype.kind == "u":
+            mask = self.number((1 << bits) - 1, "int32", structural=True)
+            return self.add("and", "int32", (value, mask))
+        shift = self.number(32 - bits, "int32", structural=True)
+        high = self.add("shift_left", "int32", (value, shift))
+        return self.add("shift_right_arithmetic", "int32", (high, shift))
+
     def captured(self, array: jax.Array) -> int:
         """The index of an array that the function closes over."""
         for index, known in enumerate(self.arrays):
@@ -131,9 +163,8 @@ class Graph:
         numbers = [self.constant(arg) for arg in args]
         if None not in numbers:
             typed = [np.array(n, self.dtype(a)) for n, a in zip(numbers, args, strict=True)]
-            with np.errstate(all="ignore"):
-                converts = op == "convert_element_type"
-                folded = typed[0].astype(dtype) if converts else fold(op, typed)
+            converts = op == "convert_element_type"
+            folded = converted_numbers(typed[0], dtype) if converts else fold(op, typed)
             if folded is not None and math.isfinite(folded):
                 return self.number(folded, dtype, structural=True)
         if len(args) == 1:
@@ -179,7 +210,8 @@ class Graph:
             if negated[0] and op == "add":
                 return self.add("neg", dtype, (self.add("add", dtype, tuple(inner)),))
             return self.add("sub" if op == "add" else "add", dtype, (left, inner[1]))
-        if all(negated) and op in ("mul", "div"):
+        # The quotient of negated integers differs if one is unsigned or the least of its type.
+        if all(negated) and (op == "mul" or (op == "div" and dtype.startswith("float"))):
             return self.add(op, dtype, tuple(inner))
         if left == right and op in ("max", "min", "and", "or"):
             return left

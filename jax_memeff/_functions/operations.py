@@ -40,6 +40,31 @@ _OTHER_NAMES = {
 }
 
 
+def bits_of_small(dtype: np.dtype) -> int:
+    """The bits of an integer type that programs hold in a wider one; 0 for other types."""
+    return dtype.itemsize * 8 if dtype.name in ("int8", "int16", "uint8", "uint16") else 0
+
+
+def converted_numbers(numbers: np.ndarray, dtype: Any) -> np.ndarray:
+    """Numbers in another dtype, as XLA converts them.
+
+    Floats beyond the limits of an integer type become these limits, and NaN becomes 0.
+
+    >>> converted_numbers(np.float32([300, -1, np.nan]), "uint8").tolist()
+    [255, 0, 0]
+    """
+    is_float = jax.numpy.issubdtype(numbers.dtype, np.floating)
+    if not (is_float and jax.numpy.issubdtype(dtype, np.integer)):
+        with np.errstate(all="ignore"):
+            return numbers.astype(dtype)
+    limits, wide = np.iinfo(dtype), numbers.astype(np.float64)
+    # float64 has no largest int64 or uint64, but the numbers next to the limits.
+    is_above, is_below = wide >= float(limits.max) + 1, wide <= float(limits.min) - 1
+    inside = np.where(is_above | is_below | np.isnan(wide), 0, wide).astype(dtype)
+    least, most = np.asarray(limits.min, dtype), np.asarray(limits.max, dtype)
+    return np.where(is_above, most, np.where(is_below, least, inside))
+
+
 def _function(op: str) -> Callable[..., jax.Array]:
     return getattr(lax, _OTHER_NAMES.get(op, op))
 
@@ -50,6 +75,8 @@ def apply(value: Value, args: list[Any]) -> jax.Array:
     shape = jax.numpy.broadcast_shapes(*(np.shape(arg) for arg in args))
     args = [arg if np.shape(arg) == shape else jax.numpy.broadcast_to(arg, shape) for arg in args]
     if value.op == "convert_element_type":
+        if isinstance(args[0], np.ndarray):  # JAX would let NumPy convert it
+            return jax.numpy.asarray(converted_numbers(args[0], value.dtype))
         return lax.convert_element_type(args[0], value.dtype)
     if value.op == "bitcast_convert_type":
         return lax.bitcast_convert_type(args[0], np.dtype(value.dtype))

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from jax_memeff._functions.array_rules import MOVES
 from jax_memeff._functions.graph import fold
+from jax_memeff._functions.operations import converted_numbers
 
 _MOST_NUMBERS = 4096
 """Constants larger than this are treated as JAX arrays."""
@@ -67,8 +68,7 @@ def numbers(jaxpr: Jaxpr, equation: JaxprEqn, inputs: list[np.ndarray]) -> list[
     name, avals = equation.primitive.name, list(map(aval, equation.outvars))
     result = None
     if name == "convert_element_type":
-        with np.errstate(all="ignore"):
-            result = inputs[0].astype(avals[0].dtype)
+        result = converted_numbers(inputs[0], avals[0].dtype)
     elif name in MOVES:
         result = MOVES[name](equation.params, *inputs)
     elif name == "iota" and avals[0].size <= _MOST_NUMBERS:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jax_memeff._functions.graph import Graph
-from jax_memeff._functions.operations import SCALAR_TYPES
+from jax_memeff._functions.operations import SCALAR_TYPES, bits_of_small
 from jax_memeff._functions.views import NotScalarError
 from jax_memeff.codegen.functions.operations import is_supported
 from jax_memeff.codegen.functions.program import ScalarType
@@ -21,8 +21,8 @@ STRUCTURAL_OPERAND: dict[str, int] = dict.fromkeys(
 and shifts by a constant need no test of its range."""
 
 _OVERFLOWS = frozenset(
-    {"abs", "add", "convert_element_type", "div", "integer_pow", "mul", "neg", "not"}
-    | {"shift_left", "shift_right_logical", "square", "sub"}
+    {"abs", "add", "div", "integer_pow", "mul", "neg", "not", "shift_left"}
+    | {"shift_right_logical", "square", "sub"}
 )
 
 
@@ -66,6 +66,8 @@ def lower(
     dtype = scalar_type(result)
     if name == "select_n":
         return _select(graph, dtype, args)
+    if name == "convert_element_type":
+        return graph.converted(args[0], operands[0], result)
     if name in _COMPOSITE:
         return _composite(graph, name, dtype, args)
     if name == "add_any":
@@ -82,15 +84,20 @@ def lower(
         args = (args[0], graph.add("convert_element_type", dtype, (args[1],)))
     elif name == "bitcast_convert_type":
         _check_bitcast(operands[0], result)
-    small = _bits_of_small(operands[0])
+    small = bits_of_small(operands[0])
     if small and name in ("shift_right_logical", "clz", "population_count"):
         mask = graph.number((1 << small) - 1, "int32", structural=True)
         args = (graph.add("and", "int32", (args[0], mask)), *args[1:])
+    overflows = name in _OVERFLOWS
+    if small and name == "shift_right_arithmetic" and operands[0].kind == "u":
+        # Its sign is the highest bit, also of an unsigned integer.
+        args = (graph.wrapped(args[0], np.dtype(f"int{small}")), *args[1:])
+        overflows = True
     value = graph.add(name, dtype, args, kept)
     if small and name == "clz":
         excess = graph.number(32 - small, "int32", structural=True)
         value = graph.add("sub", "int32", (value, excess))
-    return _wrapped(graph, value, result) if name in _OVERFLOWS else value
+    return graph.wrapped(value, result) if overflows else value
 
 
 def _in_total_order(graph: Graph, value: int) -> int:
@@ -138,24 +145,6 @@ def choice(graph: Graph, which: int, cases: Sequence[int]) -> int:
         reached = graph.add("ge", "bool", (which, bound))
         chosen = graph.add("select_n", graph.dtype(chosen), (reached, chosen, case))
     return chosen
-
-
-def _bits_of_small(dtype: np.dtype) -> int:
-    """The bits of an integer type that programs hold in a wider one; 0 for other types."""
-    return dtype.itemsize * 8 if dtype.name in ("int8", "int16", "uint8", "uint16") else 0
-
-
-def _wrapped(graph: Graph, value: int, dtype: np.dtype) -> int:
-    """An int32 wrapped around as arithmetic in a smaller dtype wraps."""
-    bits = _bits_of_small(dtype)
-    if not bits or graph.static(value) is not None:
-        return value
-    if dtype.kind == "u":
-        mask = graph.number((1 << bits) - 1, "int32", structural=True)
-        return graph.add("and", "int32", (value, mask))
-    shift = graph.number(32 - bits, "int32", structural=True)
-    high = graph.add("shift_left", "int32", (value, shift))
-    return graph.add("shift_right_arithmetic", "int32", (high, shift))
 
 
 def _check_bitcast(source: np.dtype, result: np.dtype) -> None:

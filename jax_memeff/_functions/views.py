@@ -7,6 +7,7 @@ becomes scalars, one read each, when something other than an index operation use
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -126,8 +127,8 @@ def _read(graph: Graph, view: View, position: tuple[int, ...]) -> int:
     if filled:
         params["fill_value"] = _number(view.fill_value, dtype)
     read = graph.add("read", dtype, tuple(indices), params)
-    for dtype in view.dtypes[1:]:
-        read = graph.add("convert_element_type", SCALAR_TYPES[dtype.name], (read,))
+    for source, target in itertools.pairwise(view.dtypes):
+        read = graph.converted(read, source, target)
     for predicate, otherwise in view.guards:
         fill = graph.number(otherwise, graph.dtype(read), structural=True)
         read = graph.add("select_n", graph.dtype(read), (predicate, fill, read))

@@ -29,7 +29,8 @@ def rotary_embedding(x: jax.Array, positions: ArrayLike, base: float = 10_000.0)
 
     Raises:
         ValueError: H is odd, ``base`` is not > 0, or a shape or the dtype of ``x`` is wrong.
-        TypeError: ``x`` or ``positions`` are not arrays of numbers, or ``base`` is not a number.
+        TypeError: ``x`` or ``positions`` are not arrays of real numbers, or ``base`` is not a
+            number.
 
     >>> x = jnp.ones((1, 3, 2, 4))
     >>> out = rotary_embedding(x, jnp.arange(3))
@@ -42,6 +43,8 @@ def rotary_embedding(x: jax.Array, positions: ArrayLike, base: float = 10_000.0)
             f"x must be floats of shape [..., T, heads, H], got {x.dtype} of shape {x.shape}"
         )
     at = values.array("positions", positions)
+    if not any(jnp.issubdtype(at.dtype, kind) for kind in (jnp.integer, jnp.floating, jnp.bool_)):
+        raise TypeError(f"positions must be real numbers, got dtype {at.dtype}")
     if not _broadcasts(at.shape, x.shape[:-2]):
         raise ValueError(
             f"positions must broadcast to [..., T] = {list(x.shape[:-2])}, got shape {at.shape}"

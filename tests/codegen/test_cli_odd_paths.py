@@ -139,3 +139,17 @@ def test_an_archive_for_which_the_disk_has_no_space_ends_with_1(
     assert f"--output {path} cannot be written: No space left on device" in errors
     assert "usage:" not in errors
     assert list(tmp_path.glob(".*.tmp")) == [] and not path.exists()
+
+
+def test_brackets_in_paths_and_remarks_are_no_markup(capsys, monkeypatch):
+    monkeypatch.setattr(cli.nvrtc, "versions", lambda: {"NVRTC": "13.0, in /opt/[/cuda]"})
+    code, out = run(capsys, "info")
+    assert code == 0 and "/opt/[/cuda]" in out
+
+    def compile_many(jobs, on_done):
+        for spec, arch in jobs:
+            on_done(spec, arch, Compiled(b"image", (), (), ("(C7510) [/lost]",), "", 1.0, False))
+
+    monkeypatch.setattr(cli, "compile_many", compile_many)
+    code, out = run(capsys, *BUILD)
+    assert code == 0 and "(C7510) [/lost]" in out

@@ -134,6 +134,12 @@ def test_values_that_are_all_masked_or_equal():
     assert "0 (▁) to 0 (█)" in str(jax_memeff.picture(x, x, x, bias=jnp.zeros((4, 4))))
 
 
+def test_values_whose_difference_overflows():
+    x = jnp.ones((1, 4, 1, 8))
+    bias = jnp.where(jnp.arange(4) < 2, 3e38, -1e37)
+    assert str(jax_memeff.picture(x, x, x, bias)).endswith("████▁▁▁▁")
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("call", "error", "message"),

@@ -276,6 +276,8 @@ def test_sinks_are_a_parameter_of_both(assert_close):
             r"broadcast to .* = \[3\], got shape \(5,\)",
         ),
         (np.ones((3, 2, 4)), None, TypeError, "positions must be an array, got NoneType"),
+        (np.ones((3, 2, 4)), np.ones(3, complex), TypeError, "real numbers, got dtype complex128"),
+        (np.ones((3, 2, 4)), jax.random.key(0), TypeError, "real numbers, got dtype key<fry>"),
     ],
 )
 def test_wrong_arguments_of_rotary_embedding(x, positions, error, message):

@@ -165,6 +165,7 @@ def test_the_table_has_a_fixed_width():
         (lambda pool: pool.fork(0, 21), ValueError, "length must be at most.*20, got 21"),
         (lambda pool: pool.shrink(0, 21), ValueError, "tokens must be at most.*20, got 21"),
         (lambda pool: pool.table([0], 1), ValueError, "max_pages must be at least.*2, got 1"),
+        (lambda pool: pool.table([0], 2**30), ValueError, "max_pages must be at most 134217727, g"),
         (lambda pool: pool.grow(0, np.float32(1)), TypeError, "tokens must be a Python integer"),
         (lambda pool: pool.table(0, 4), TypeError, r"sequences must be a list .* got 0; pass \[na"),
         (lambda pool: pool.lengths(None), TypeError, "sequences must be a list .* got None"),

@@ -313,6 +313,28 @@ def test_killed_process_is_an_error_and_not_a_hang(cache):
     assert "ended with exit code -9" in str(result)
 
 
+def test_a_process_that_ends_within_a_result_is_an_error(cache, monkeypatch, tmp_path):
+    program = tmp_path / "killed"
+    program.write_text("#!/bin/sh\nprintf '\\200\\005\\225\\377\\0\\0\\0\\0\\0\\0\\0abc'\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    worker = parallel._Worker()
+    result = worker.run((forward(), "sm_80"))
+    worker.close()
+    assert isinstance(result, CompileError)
+    assert "ended with exit code 9" in str(result)
+
+
+def test_a_path_object_in_the_path_of_modules(cache, monkeypatch, tmp_path, nothing_found):
+    """Python's import ignores it, and so do the search for the toolchain and its processes."""
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    worker = parallel._Worker()
+    worker.close()
+    assert worker.process.returncode == 0
+    with pytest.raises(CompileError, match="CUTLASS, CUDA headers, CCCL not found"):
+        compiler.compile_source(TINY, "sm_80", ["tiny"])
+
+
 def test_processes_do_not_run_the_main_script_again(cache, tmp_path):
     """Training scripts often have no __main__ guard."""
     script = tmp_path / "script.py"

@@ -17,7 +17,7 @@ from jax_memeff._command import archives, models
 from jax_memeff.codegen import select
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.toolchain import compile as compiler
-from jax_memeff.codegen.toolchain import headers, parts, prebuilt
+from jax_memeff.codegen.toolchain import headers, parts, prebuilt, program_cache
 from jax_memeff.codegen.toolchain.compile import Compiled
 from jax_memeff.codegen.toolchain.resources import Resource
 from jax_memeff.errors import CompileError
@@ -248,6 +248,47 @@ def test_a_manifest_that_is_wrong_does_not_matter_to_kernels(archive):
         assert found()
         with pytest.raises(prebuilt.UnusableArchiveError, match="is damaged, or is no archive"):
             prebuilt.contents()
+
+
+def described(**changes):
+    fields = {"image_bytes": 5, "resources": RESOURCES, "warnings": [], "log": ""} | changes
+    return json.dumps(fields).encode() + b"\nimage"
+
+
+MISDESCRIBED = {
+    "nested": b"[" * 100_000 + b"\nimage",
+    "a list as a name": described(resources=[[[NAMES[0]], 1, 2, 3, 4]]),
+    "words as numbers": described(resources=[[NAMES[0], "1", None, 3, 4]]),
+    "numbers as warnings": described(warnings=[1]),
+    "no log": described(log=None),
+}
+
+
+@pytest.mark.parametrize("kind", MISDESCRIBED)
+def test_a_kernel_with_another_description_is_a_miss(archive, kind):
+    """Whoever writes an archive also writes its digests, so a sealed entry may hold anything."""
+    key = prebuilt.key(*compiler.source(SPEC, "sm_90a"))
+
+    def look_up(payload):
+        sealed = program_cache.sealed(key, payload)
+        rewritten(archive, entry=lambda name, data: [(name, sealed)])
+        return compiler.lookup(SPEC, "sm_90a")
+
+    assert look_up(described()) is not None
+    assert look_up(MISDESCRIBED[kind]) is None
+
+
+def test_what_an_archive_says_of_itself_is_no_command_of_a_terminal(archive):
+    escape = "\x1b]0;title\x07"
+    manifest = {"jax_memeff": escape, "headers": "", "compiler": {escape: escape}}
+    with zipfile.ZipFile(archive, "w") as new:
+        new.writestr("manifest.json", json.dumps(manifest | {"kernels": {"a": [escape]}}))
+    with pytest.warns(RuntimeWarning, match=r"of jax_memeff \\x1b]0;title\\x07, and not") as warned:
+        assert not found()
+    contents = prebuilt.contents()
+    assert contents is not None
+    for text in (str(warned[0].message), *contents.archs, *contents.compiler.popitem()):
+        assert text.isprintable()
 
 
 def test_random_damage_is_never_used(archive):

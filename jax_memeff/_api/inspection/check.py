@@ -46,8 +46,8 @@ def check(
     - ``offsets`` must be in range (the call itself would clamp the positions);
     - query, key and value must be finite within the lengths (beyond them they may hold anything);
     - bias must hold neither NaN nor +inf within the lengths;
-    - a query's segment id must be one of the keys' of its batch index, or negative (the call itself
-      would give 0 for that row).
+    - a query's segment id must be one of the keys' of its batch index, within the lengths, or
+      negative (the call itself would give 0 for that row).
 
     Raises:
         ValueError: A value is wrong; the message names the argument, the index and the value.
@@ -173,21 +173,24 @@ def _rows_in_use(operands: Operands, side: str) -> np.ndarray:
 def _segments(operands: Operands) -> None:
     """Refuse queries whose ids no key of their batch index has.
 
-    Large ids become several pairs, and so do several masks. A key must match in all of them.
+    Large ids become several pairs, and so do several masks. A key within the lengths must match in
+    all of them.
     """
     query_ids, key_ids = (
         np.stack([np.asarray(ids) for ids in side], -1)
         for side in zip(*operands.mask.segment_ids, strict=True)
     )
-    in_use = _rows_in_use(operands, "query")
+    rows, columns = _rows_in_use(operands, "query"), _rows_in_use(operands, "key")
     for batch in range(operands.scores[0]):
         row = 0
         if operands.sequences is None:
-            queries, keys, valid = query_ids[batch], key_ids[batch], in_use[batch]
+            queries, valid = query_ids[batch], rows[batch]
+            keys = key_ids[batch, columns[batch]]
         else:
             row, end = operands.sequences.query_starts[batch : batch + 2]
             first, last = operands.sequences.key_starts[batch : batch + 2]
-            queries, keys, valid = query_ids[0, row:end], key_ids[0, first:last], in_use[0, row:end]
+            queries, valid = query_ids[0, row:end], rows[0, row:end]
+            keys = key_ids[0, first:last][columns[0, first:last]]
         # Give each distinct row of [queries and keys, pairs] one number.
         joined = np.concatenate([queries, keys])
         numbers = np.unique(joined, axis=0, return_inverse=True)[1].ravel()

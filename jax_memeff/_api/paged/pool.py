@@ -208,10 +208,12 @@ free a sequence, or wait until one ends
         Keep ``max_pages`` fixed, so that the compiled step is not recompiled.
 
         Raises:
-            ValueError: a sequence has more than ``max_pages`` pages, or there is no such sequence.
+            ValueError: a sequence has more than ``max_pages`` pages, there is no such sequence, or
+                a row has more keys than int32 can count.
         """
         names = _names(sequences)
-        found = np.full((len(names), _count("max_pages", max_pages)), -1, np.int32)
+        width = _count("max_pages", max_pages, most=_INT32_MAX // self._page_size)
+        found = np.full((len(names), width), -1, np.int32)
         for row, name in zip(found, names, strict=True):
             pages = self._sequence(name).pages
             if len(pages) > len(row):

@@ -112,9 +112,14 @@ def _block_mask(levels: Any, scores: Scores) -> None:
     raise ValueError(
         f"mask: Mask.blocks computed a block mask of shape {shape} for arrays of other sizes; this "
         f"call of batch {batch}, {heads} heads, {sizes[0]} rows and {sizes[1]} columns needs "
-        f"[{batch} or 1, {heads} or 1, {expected[0]}, {expected[1]}]: call Mask.blocks with its "
-        "query and key"
+        f"[{_or_1(batch)}, {_or_1(heads)}, {expected[0]}, {expected[1]}]: call Mask.blocks with "
+        "its query and key"
     )
+
+
+def _or_1(size: int) -> str:
+    """The sizes that a dim may have."""
+    return "1" if size == 1 else f"{size} or 1"
 
 
 def _block_lists(lists: KvBlocks | BlockTable, scores: Scores) -> None:
@@ -127,7 +132,7 @@ def _block_lists(lists: KvBlocks | BlockTable, scores: Scores) -> None:
         return
     shape = lists.indices.shape if isinstance(lists, KvBlocks) else own
     raise ValueError(
-        f"KV block indices must have shape [{batch} or 1, {heads} or 1, {expected}, n], where "
+        f"KV block indices must have shape [{_or_1(batch)}, {_or_1(heads)}, {expected}, n], where "
         f"{expected} Q blocks of {lists.block_size[0]} rows cover {rows} rows, got shape "
         f"{tuple(shape)}; with grouped heads repeat the lists of key heads"
     )

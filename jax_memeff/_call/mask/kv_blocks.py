@@ -33,7 +33,7 @@ class KvBlocks:
 
         Raises:
             TypeError: an array does not have an integer dtype, or a block size is not an integer.
-            ValueError: ranks or sizes do not match, or a block size is below 1.
+            ValueError: ranks or sizes do not match, or a block size is below 1 or beyond int32.
         """
         sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
         if len(sizes) != 2:
@@ -122,4 +122,6 @@ def _size(size: Any) -> int:
         raise TypeError(f"block_size must be static integers, got {size!r:.80}")
     if size < 1:
         raise ValueError(f"block_size must be at least 1, got {size}")
+    if size > values.INT32_MAX:
+        raise ValueError(f"block_size must be at most {values.INT32_MAX}, got {size}")
     return int(size)

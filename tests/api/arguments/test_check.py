@@ -38,6 +38,15 @@ from jax_memeff import Mask, Offsets
             ValueError,
             r"query segment ids must occur among.*got 0, 1 at index \(0, 0\)",
         ),
+        (
+            # The only key with the id is beyond the length.
+            {
+                "mask": Mask.segments(jnp.zeros(5, int), jnp.array([1, 1, 1, 1, 1, 1, 0])),
+                "key_value_seq_lengths": jnp.array([7, 6]),
+            },
+            ValueError,
+            r"query segment ids must occur among.*got 0 at index \(1, 0\)",
+        ),
         ({"scale": np.nan}, ValueError, "scale must be finite"),
         ({"offsets": Offsets(query=jnp.int32(-1))}, ValueError, "offsets.query must be >= 0, got"),
         ({"offsets": Offsets(head=jnp.int32(1))}, ValueError, "offsets.num_heads must be at leas"),
@@ -60,6 +69,13 @@ def test_check_reads_values(arguments, error, message):
         (
             {"mask": Mask.segments(jnp.array([0, 0, 1, 3, -1]), jnp.array([0, 3, 0, 3, 1, 2, -1]))},
             r"query segment ids must occur among.*got 3 at index \(3,\)",
+        ),
+        (
+            {
+                "mask": Mask.segments(jnp.array([1, 1, 2, 2, 2]), jnp.array([0, 0, 0, 1, 2, 2, 2]))
+                & Mask.lengths(key=jnp.array([3, 3]))
+            },
+            r"query segment ids must occur among.*got 1 at index \(0,\)",
         ),
     ],
 )

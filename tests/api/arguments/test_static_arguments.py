@@ -77,3 +77,14 @@ def test_float64_takes_what_float64_holds(x64):
 def test_cuda_asked_for_on_the_cpu():
     with pytest.raises(jax_memeff.UnsupportedError, match=r"needs a CUDA device, got.*cpu"):
         attention(**good(), implementation="cuda")
+
+
+def test_offsets_are_equal_if_their_numbers_are():
+    rows = jax_memeff.Offsets(query=jnp.array([1, 2]))
+    assert rows == jax_memeff.Offsets(query=np.array([1, 2]))
+    assert rows != jax_memeff.Offsets(query=jnp.array([1, 3])) and rows != jax_memeff.Offsets()
+    assert jax_memeff.Offsets(query=jnp.int32(3)) == jax_memeff.Offsets(query=3) != 3
+    assert hash(jax_memeff.Offsets(query=3)) == hash(jax_memeff.Offsets(query=np.int64(3)))
+    for value in (rows, jax_memeff.Offsets(query=jnp.int32(3))):
+        with pytest.raises(TypeError, match="cannot hash Offsets that hold arrays"):
+            hash(value)

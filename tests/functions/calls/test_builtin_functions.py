@@ -22,6 +22,19 @@ def straight_through(s):
 straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
 
 
+@jax.custom_jvp
+def undefined_at_0(s):
+    return 30 * jnp.tanh(s / 30)
+
+
+undefined_at_0.defjvp(
+    lambda primals, tangents: (
+        undefined_at_0(*primals),
+        (1 - jnp.tanh(primals[0] / 30) ** 2) * (primals[0] / primals[0]) * tangents[0],
+    )
+)
+
+
 def keys_of(score_mod, **arguments):
     """The features of a traced call that show which kernels it uses."""
     shape = jax.ShapeDtypeStruct((1, 32, 2, 16), jnp.float32)
@@ -47,6 +60,7 @@ def keys_of(score_mod, **arguments):
         # The derivatives differ from those of the argument.
         (lambda s, b, h, q, k: jax.lax.stop_gradient(s), (False, [])),
         (lambda s, b, h, q, k: straight_through(s), (False, [])),
+        (lambda s, b, h, q, k: undefined_at_0(s), (False, [])),
         (lambda s, b, h, q, k: 30 * jnp.tanh(jax.lax.stop_gradient(s) / 30), (False, [])),
     ],
 )

@@ -301,6 +301,7 @@ def test_kernels_on_a_gpu_load_no_block_that_is_not_listed(query_rows, head_dim)
         (lambda: blocks(np.zeros(3, int)), ValueError, "must have shape .B, N, Q blocks, n."),
         (lambda: blocks(*(np.zeros((3, 2), int),) * 2), ValueError, r"shape \(3,\), got \(3, 2\)"),
         (lambda: Mask.kv_blocks(np.zeros((3, 2), int), block_size=0), ValueError, "at least 1"),
+        (lambda: Mask.kv_blocks(np.zeros((3, 2), int), block_size=2**31), ValueError, "at most"),
         (
             lambda: Mask.kv_blocks(np.zeros((3, 2), int), block_size=cast(Any, 2.0)),
             TypeError,
@@ -312,7 +313,7 @@ def test_kernels_on_a_gpu_load_no_block_that_is_not_listed(query_rows, head_dim)
             "rows, col",
         ),
     ],
-    ids=["floats", "rank", "counts", "size 0", "float size", "one size"],
+    ids=["floats", "rank", "counts", "size 0", "size beyond int32", "float size", "one size"],
 )
 def test_bad_lists(make, error, text):
     with pytest.raises(error, match=text):

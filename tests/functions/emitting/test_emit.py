@@ -6,18 +6,19 @@ import re
 from pathlib import Path
 
 import example_programs
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from example_programs import ALIBI, DOCUMENTS, GOLDEN, SOURCES, TABLE, constant
 from random_programs import programs
 
-from jax_memeff._functions.trace import traced_score_function
+from jax_memeff._functions.trace import traced_mask_function, traced_score_function
 from jax_memeff.codegen.functions import emit, operations
 from jax_memeff.codegen.functions.nodes import MOST_DIMS
 from jax_memeff.codegen.functions.operations import OPERATIONS
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
-from jax_memeff.codegen.functions.regions import constant_along_diagonals
+from jax_memeff.codegen.functions.regions import block_sizes, constant_along_diagonals
 
 pytestmark = pytest.mark.quick
 
@@ -240,10 +241,30 @@ def test_reads_that_are_constant_along_diagonals(index, expected):
     assert not constant[program.results[0]]
 
 
+@pytest.mark.parametrize(
+    ("bits", "sizes"), [(6, {64}), (30, {2**30}), (31, set()), (2**31 - 1, set()), (-1, set())]
+)
+def test_a_shift_divides_into_blocks(bits, sizes):
+    program, _ = traced_mask_function(lambda b, h, q, k: q >> 2 == k >> bits)
+    assert block_sizes(program, "key") == sizes
+
+
 def test_derivatives_that_are_1_are_known():
     assert "kConstantDerivative = true;" in emit.source(ALIBI, "F", precise=True)
     assert "kConstantDerivative = false;" in emit.source(TABLE, "F", precise=True)
     assert "Derivative" not in emit.source(DOCUMENTS, "F", precise=True)
+
+
+@jax.custom_jvp
+def with_slope(x, z):
+    """x, with a derivative that is NaN where the exponential overflows."""
+    return x
+
+
+@with_slope.defjvp
+def _slope(primals, tangents):
+    x, z = primals
+    return x, jnp.where(z < 0, 0 * jnp.exp(z * z), 1) * tangents[0]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +276,7 @@ def test_derivatives_that_are_1_are_known():
         (lambda x, q, k: x / (q - k), False),
         (lambda x, q, k: x * jnp.sqrt((q - k).astype("float32")), False),
         (lambda x, q, k: x * x, False),
+        (lambda x, q, k: with_slope(x, (q - k).astype("float32")), False),
         (lambda x, q, k: x * q.astype("float32") ** 4, False),
     ],
 )

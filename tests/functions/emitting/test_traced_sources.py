@@ -41,7 +41,20 @@ def hashed(query, key):
     return (query.astype("uint32") * jnp.uint32(2654435761) ^ key.astype("uint32")) >> 7
 
 
+def of_small_integers(score, number, query, key):
+    """Floats that saturate, an integer that wraps around, an arithmetic shift and a quotient."""
+    saturated = (100 * score).astype("int8"), (number * 300).astype("uint8")
+    wrapped = (query * 37).astype("uint8")
+    shifted = jax.lax.shift_right_arithmetic(wrapped, jnp.uint8(2))
+    quotient = jax.lax.div(-query.astype("uint32"), -(key + 1).astype("uint32"))
+    return sum(x.astype("float32") for x in (*saturated, wrapped, shifted, quotient))
+
+
 SCORES = {
+    "small integers": Function(
+        lambda numbers: lambda s, b, h, q, k: s + of_small_integers(s, numbers[q], q, k),
+        (("float32", (LENGTH,)),),
+    ),
     "alibi": Function(
         lambda slopes: lambda s, b, h, q, k: s + slopes[h] * (k - q), (("float32", (HEADS,)),)
     ),

@@ -226,3 +226,14 @@ def test_elements_that_are_not_valid_have_no_derivative():
 
     assert np.isnan(jax.grad(loss)(scores, None)[0])
     assert jax.grad(loss)(scores, rows > 1).tolist() == pytest.approx([0, 8])
+
+
+def test_a_derivative_of_minus_zero_is_no_number_of_the_function(assert_close):
+    """The derivative of ``s / -inf`` is -0.0, the only float that is a literal of its own."""
+
+    def function(s, b, h, q, k):
+        return 3.7 * k + s / -jnp.inf
+
+    program, arrays = traced_score_function(function)
+    (slope,) = derivatives(program, SCORES[0, 0], 0, 0, 1, 2, arrays)
+    assert_close(slope, np.zeros_like(SCORES[0, 0]), 0)

@@ -102,7 +102,9 @@ def _values(picture: Picture, values: np.ndarray) -> tuple[list[str], str]:
     if not valid.any():
         return [" ·" * own.shape[1]] * own.shape[0], "all elements are masked"
     low, high = float(own[valid].min()), float(own[valid].max())
-    scaled = (np.where(valid, own, low) - low) / (high - low or 1)
+    # Half of the numbers, because their differences may overflow.
+    above_low = np.where(valid, own, low) / np.float64(2) - low / 2
+    scaled = above_low / (high / 2 - low / 2 or 1)
     levels = np.minimum((scaled * len(_LEVELS)).astype(int), len(_LEVELS) - 1)
     grid = [
         "".join(2 * _LEVELS[level] if holds else "· " for level, holds in zip(*line, strict=True))
