@@ -27,9 +27,11 @@ except ValueError:
 MESSAGE = f"JAX_MEMEFF_CLOSURE={CHOICE}"
 
 
-def generator(name: str) -> random.Random:
-    """A generator that depends on the day and on the name of a sample."""
-    return random.Random(f"{name} {CHOICE}")
+def generator(name: str, days: int = 1) -> random.Random:
+    """A generator that depends on the name of a sample and on the day, or on the cycle of some
+    ``days`` that the day belongs to.
+    """
+    return random.Random(f"{name} {CHOICE if TODAY is None or days == 1 else TODAY // days}")
 
 
 def is_due(index: int, count: int, parts: int, today: int | None = TODAY) -> bool:
@@ -41,6 +43,11 @@ def is_due(index: int, count: int, parts: int, today: int | None = TODAY) -> boo
     """
     neighbours = max(1, count // (4 * parts))
     return today is None or index // neighbours % parts == today % parts
+
+
+def part(values: Sequence[Value], parts: int) -> list[Value]:
+    """Today's part of the values. Together the days of a cycle have all of them."""
+    return [value for index, value in enumerate(values) if is_due(index, len(values), parts)]
 
 
 def drawn(name: str, values: Sequence[Value], count: int = 1) -> list[Value]:

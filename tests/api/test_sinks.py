@@ -239,6 +239,7 @@ def test_sharded(axis_type, of_heads, assert_close):
     assert_close(got, every(QUERY, KEY, VALUE, jnp.asarray(SINKS)), 1e-5)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("method", "layout", "features"),
     [

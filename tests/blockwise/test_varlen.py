@@ -325,6 +325,7 @@ def test_memory_does_not_grow_with_the_number_of_sequences():
     assert temporary_bytes(1024) < temporary_bytes(8) + 64 * 1024
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("columns", ["T1", "TS", "1S", "11"])
 def test_longest_may_exceed_the_tokens(columns, assert_close):
     """Bias and boolean masks have the shape of the longest, and so has the bias gradient."""

@@ -66,6 +66,7 @@ def outputs(model, tokens):
     return jax.jit(jax.grad(loss, has_aux=True))(weights, tokens)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("model", CONFIGS, ids=lambda model: model.__name__.split(".")[-1])
 def test_logits_and_gradients_on_eight_devices(model, monkeypatch, assert_close):
     tokens = tokens_of(model)

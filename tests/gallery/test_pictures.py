@@ -51,6 +51,7 @@ def tiles(array: np.ndarray) -> np.ndarray:
     return padded.reshape(rows // TILE[0], TILE[0], columns // TILE[1], TILE[1]).swapaxes(1, 2)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("causal", "function", "lengths", "segments")
 @pytest.mark.parametrize("name", CASES)
 def test_classes_agree_with_the_elements(name):

@@ -80,7 +80,7 @@ def results(run):
         return jax.tree.map(np.asarray, found)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.quick(str(SM90[0]))
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_matches_the_oracle(run, machine):
@@ -88,7 +88,7 @@ def test_matches_the_oracle(run, machine):
     assert_results_match(run.case, found)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize("run", DETERMINISTIC, ids=str)
 def test_deterministic_gradients_have_the_same_bits_on_every_schedule(run, machine):
     first, other = (
@@ -104,7 +104,7 @@ def test_deterministic_gradients_have_the_same_bits_on_every_schedule(run, machi
 WIDE_RANGES = [Run(case, arch="sm_90a", gradients=False) for case in wide_range.cases()]
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize("run", WIDE_RANGES, ids=str)
 def test_float32_rows_of_any_size(run, machine):
     (out, _), _ = machine.submit(results, run).result(timeout=600)

@@ -54,7 +54,7 @@ EMULATED = [
 ]
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize("run", EMULATED, ids=str)
 def test_emulated_kernels(run, machine):
     assert_matches(run.case, machine.submit(test_emulated.results, run).result(timeout=600))

@@ -149,6 +149,7 @@ def emulated(made):
         return jax.tree.map(np.asarray, run_case(made.case, *made.case.arrays()))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(("H", "stages"), [(64, 1), (64, 3), (320, 1)])
 def test_any_number_of_stages_matches_the_oracle(H, stages, machine):
     made = Hunt(Case(B=1, T=200, S=300, N=2, K=1, H=H, **CAUSAL), stages)

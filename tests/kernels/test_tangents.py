@@ -114,7 +114,7 @@ def results(run: Run) -> Any:
         return jax.tree.map(np.asarray, run.made.run())
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.quick(str(RUNS[0]))
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_emulated_tangents_match_the_definition(run, machine):

@@ -150,6 +150,7 @@ def wanted(name):
     return jax.jit(function)(*operands())
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("implementation", [None, "xla"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_argument_of_jax_nn(name, implementation, said, assert_close):

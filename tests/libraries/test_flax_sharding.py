@@ -131,6 +131,7 @@ def test_layers_over_a_mesh(door, axis_type):
     assert_close(got, unsharded(door))
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("door", DOORS)
 def test_layers_inside_shard_map(door):
     """Broadcast dropout drops the same elements of all batch indices, whatever their device."""
@@ -271,6 +272,7 @@ def test_shard_map_over_one_of_two_explicit_axes(axis):
     assert_close(got, attention_fn(query, key, value))
 
 
+@pytest.mark.rotating(2)
 @auto_and_explicit
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_decoding(api, axis_type):

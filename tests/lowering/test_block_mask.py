@@ -169,6 +169,7 @@ PACKED_MASKS = {
 }
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("by_bounds", [False, True])
 @pytest.mark.parametrize("rows", ["queries", "keys"])
 @pytest.mark.parametrize("name", PACKED_MASKS)

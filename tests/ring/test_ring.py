@@ -30,6 +30,7 @@ LAYOUTS = ("contiguous", "zigzag")
 HOST = jax.devices("cpu")[:4]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("boolean-zigzag-ring-cpu4")
 @at(
     "name, layout, method, devices",
@@ -90,6 +91,7 @@ def test_keys_and_values_are_sent_as_often_as_the_window_needs():
     assert "collective-permute" not in gathered
 
 
+@pytest.mark.rotating(3)
 @at(
     "layout, method, devices",
     cpu=[("contiguous", "ring", 4), ("zigzag", "ring", 4), ("zigzag", "all_gather", 4)],

@@ -18,6 +18,7 @@ import jax_memeff
 HOST = jax.devices("cpu")[:4]
 
 
+@pytest.mark.rotating(3)
 @at(
     "name, layout, devices",
     cpu=[

@@ -39,6 +39,7 @@ def reverse_over_reverse(function, arrays, directions):
     return jax.grad(along, (0, 1, 2, 3))(*arrays)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     "layout, derivatives",
     [("contiguous", reverse_over_reverse), ("zigzag", forward_derivatives)],

@@ -36,6 +36,7 @@ def attention(query, key_pages, value_pages, page_table, kv_lengths, **arguments
     )
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "mapped",
     [
@@ -94,6 +95,7 @@ def test_nested_with_functions_and_sinks():
             np.testing.assert_allclose(got[i, j], want, atol=1e-6)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("mapped_pool", [False, True])
 @pytest.mark.parametrize("scale_axes", [(None, None), (0, 0), (None, 0)])
 def test_scales(mapped_pool, scale_axes):

@@ -121,6 +121,7 @@ def test_keys_of_intermediate_sharding(axis_type, assert_close):
     assert gathered(hlo) == []
 
 
+@pytest.mark.rotating(3)
 @auto_and_explicit
 @pytest.mark.parametrize("key_heads", [2, 3])
 def test_second_derivatives(axis_type, key_heads, assert_close):

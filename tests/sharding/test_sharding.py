@@ -153,6 +153,7 @@ def test_offsets_of_a_shard_may_be_python_numbers():
     assert np.abs(elsewhere - got).max() > 0.1
 
 
+@pytest.mark.rotating(2)
 @auto_and_explicit
 def test_every_broadcast_of_bias_and_mask(axis_type, assert_close):
     """Replicated operands are sliced locally; their gradients are summed over all shards."""

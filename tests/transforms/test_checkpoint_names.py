@@ -82,6 +82,7 @@ def saved_bytes(loss) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("dot_product_attention")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_one_forward_and_one_copy(entry, assert_close):

@@ -79,6 +79,7 @@ def test_strict_promotion(call, dtype, wide):
         jax.jit(call).lower(*(x.astype(dtype) for x in (QUERY, KEY, VALUE)))
 
 
+@pytest.mark.rotating(3)
 @every_call
 def test_without_jit(assert_close, call):
     with jax.disable_jit():

@@ -119,6 +119,7 @@ def ours_and_materialized(case: Case) -> tuple[Any, Any, Any, Any]:
     return ours, materialized, arrays, vector
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("bias_of_rows")
 @pytest.mark.parametrize("name", CASES)
 def test_hessian_vector_products(name, x64, assert_close):

@@ -337,6 +337,7 @@ def second_derivatives(arrays: dict[str, Any]) -> Any:
     return jax.jvp(gradients, (floats,), (floats,))[1], jax.grad(along)(floats)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("names", [("query",), ("query", "head_bias")], ids="-".join)
 def test_a_bias_of_one_batch_index_has_a_gradient_for_each_mapped_index(names, assert_close):
     """The bias is read in place, and a gradient is the sum over the batch of a mapped index."""

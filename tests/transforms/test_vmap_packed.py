@@ -48,6 +48,7 @@ def packed(arrays: dict[str, Any]) -> Any:
 every_packed_gradient = gradients_of(packed)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "names", [("query",), ("bias",), ("starts",), ("row",), tuple(TOKENS)], ids="-".join
 )

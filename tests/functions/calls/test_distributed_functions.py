@@ -102,6 +102,7 @@ def test_offsets_in_shard_map(assert_close):
     assert_close(run(sharded, ARRAYS), expected())
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("layout", "method"),
     [

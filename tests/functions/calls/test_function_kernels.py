@@ -224,7 +224,7 @@ def exact(case: Case | Tiles) -> Any:
         return jax.tree.map(np.asarray, want(arrays))
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
 @pytest.mark.usefixtures("lowered")
 def test_emulated_kernels(arch, case, machine, assert_close):
@@ -232,6 +232,7 @@ def test_emulated_kernels(arch, case, machine, assert_close):
     assert_close(found, exact(case), TOLERANCES[case.dtype])
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     ("arch", "case"),
     [

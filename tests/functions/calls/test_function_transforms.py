@@ -54,6 +54,7 @@ def dense(query, key, value, table):
     return jnp.einsum("bnts,bsnh->btnh", weights, value, precision="highest")
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "axes",
     [(None, None, None, 0), (0, None, None, None), (0, 0, 0, None), (0, 0, 0, 0)],

@@ -271,6 +271,7 @@ def check_kernels_with_nan(found: Any) -> None:
     assert (out[:, :256] != 0).any(3).all()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("arch", "query_rows", "head_dim"),
     [

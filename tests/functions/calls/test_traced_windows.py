@@ -43,6 +43,7 @@ def gradient(left: Any, right: Any, alignment: Any = "top_left", more=LENGTHS, *
     return out, dquery
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
 def test_the_static_window(alignment, bounds, assert_close):

@@ -187,7 +187,7 @@ def assert_matches(call: Call, found: Any) -> None:
         assert error <= OUT_TOLERANCES[call.dtype] * np.linalg.norm(want_out[:, :, head])
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_emulated_kernels(call, machine):
     assert_matches(call, machine.submit(results, call, "sm_90a").result(timeout=600))

@@ -168,11 +168,13 @@ def test_arrays_have_nan_where_nothing_reads():
     assert not any(np.isnan(x).any() for x in jax.tree.leaves(exact(call)))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("call", CALLS[::101], ids=str)
 def test_plain_jax(call):
     check(call, results(call), exact(call))
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("arch", ["sm_90a"])
 @pytest.mark.parametrize("call", [CALLS[3], CALLS[66]], ids=str)
 def test_emulated_kernels(call, arch, machine):

@@ -75,6 +75,7 @@ def gradients(arch: str, head_dim: int, value_dim: int, deterministic: bool) -> 
     return run(ours, dirty), run(defined, clean)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     "call",
     [("sm_80", 264, 72, True), ("sm_90a", 64, 64, False)],

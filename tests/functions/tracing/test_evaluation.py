@@ -50,6 +50,7 @@ def direct(make, arrays, scores):
     return everywhere(make(*arrays), scores, *positions())
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("alibi-float32")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", SCORE_FUNCTIONS)

@@ -147,6 +147,7 @@ def assert_same_bits(step: Step, found: Any, opaque: Any) -> None:
         np.testing.assert_array_equal(decided, tested)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize("step", BITS, ids=str)
 def test_emulated_decisions_change_no_bit(step, machine):
@@ -154,6 +155,7 @@ def test_emulated_decisions_change_no_bit(step, machine):
     assert_same_bits(step, *(run.result(600) for run in found))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("step", SPOILED, ids=str)

@@ -55,6 +55,7 @@ def assert_each_number(found: tuple[np.ndarray, np.ndarray]) -> None:
     np.testing.assert_array_equal(out[~is_nan], values[~is_nan])
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("rows", ["16", "64"])
 def test_emulated_conversion_of_each_number(rows, machine):
     assert_each_number(machine.submit(each_number, "sm_80", rows).result(600))

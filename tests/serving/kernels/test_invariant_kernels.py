@@ -161,7 +161,7 @@ def lowered(machine, selected):
     machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize("invariant", INVARIANT, ids=str)
 def test_emulated_bits_do_not_depend_on_the_batch(invariant, machine, assert_close):

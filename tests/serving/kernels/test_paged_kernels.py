@@ -160,7 +160,7 @@ def lowered(machine, selected):
     machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
 def test_emulated_kernels(arch, case, machine, assert_close):
@@ -245,6 +245,7 @@ def assert_clamped(found: Any, dims: tuple[int, int], assert_close: Any) -> None
     assert not found[0][ANY_LENGTHS <= 0].any()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(("arch", "dims"), STEPS, ids=str)
 def test_emulated_steps_clamp_lengths(arch, dims, machine, assert_close):
     """Only the kernels clamp them: XLA computes nothing before them."""
