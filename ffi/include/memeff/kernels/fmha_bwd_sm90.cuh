@@ -288,6 +288,15 @@ struct FmhaBackwardSm90 {
   using Consumer = BackwardConsumerSm90<Config, FmhaBackwardSm90>;
   using Epilogue = BackwardEpilogueSm90<Config, FmhaBackwardSm90>;
 
+  // What a score function reads while S and dP run. Within the basic block that issues them, ptxas
+  // would delay their last wgmmas until the addresses have been loaded.
+  CUTE_DEVICE static FunctionReads read_ahead(BackwardParams const& params, Control& control,
+                                              Stage const& stage, ScoreTilePosition const& at) {
+    KeptBlocks::end_basic_block(control.out_gradient, stage);
+    if constexpr (FunctionReads::kAny) control.out_gradient.wait_again(stage);
+    return FunctionReads(params, at);
+  }
+
   // The main loop: per Q block S, dP, P and dS, then dV, dQ and dK. Hazard: functions for more than
   // single steps change how ptxas assigns registers (docs/tuning/compilers.md).
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
@@ -329,13 +338,10 @@ struct FmhaBackwardSm90 {
         Logsumexps<ScoreGrid, kVectorsAhead> const logsumexps(statistics);
         control.out_gradient.wait(stage);
         consumer.begin_score_gradient(values, out_tile, score_gradient);
-        KeptBlocks::end_basic_block(control.out_gradient, stage);
-        if constexpr (FunctionReads::kAny) control.out_gradient.wait_again(stage);
-        FunctionReads const reads(params, work.position(head, tile));
+        FunctionReads const reads = read_ahead(params, control, stage, work.position(head, tile));
         KeptBlocks const kept(params, item.batch, head, tile * kTileQuery, work.column);
         wait_products<kScoreGradient>();  // S
         fence_accumulators(scores);
-
         auto scaled = ScoreGrid::make_accumulators();  // (4, 1, MMA_N), for the soft cap
         consumer.exponentiate(head, tile, blocks.partial(tile), stage.index, logsumexps, exponents,
                               reads, scores, scaled);

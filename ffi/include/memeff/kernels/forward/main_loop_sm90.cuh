@@ -126,10 +126,10 @@ struct ForwardMainLoopSm90 {
       fence_accumulators(sums);
       if constexpr (Operands::kSequential) begin_output();
       if constexpr (Operands::kSequential) end_output();
-      auto const ahead = multiply_keys<Operands::kSequential ? 0 : 1>(
+      auto const [kept, reads] = multiply_keys<Operands::kSequential ? 0 : 1>(
           params, control, tiles, at, item, tile, queries, linear, scores, begin_output);
       release_operands(control, at, tile == range.begin);
-      modify(params, mask, item, tile, range, tiles, at, linear, ahead.reads, scores);
+      modify(params, mask, item, tile, range, tiles, at, linear, reads, scores);
       auto const correction = softmax.exponentiate(
           scores, linear.softmax_scale(params.scale),
           [&] {
@@ -139,8 +139,7 @@ struct ForwardMainLoopSm90 {
       fence_accumulators(scores);
       if constexpr (!kOutputFirst) wait_products_before(tile > range.begin);
       if constexpr (!Operands::kScalesRows)
-        probabilities =
-            probabilities_of(params, control, tiles, at, item, tile, ahead.kept, scores);
+        probabilities = probabilities_of(params, control, tiles, at, item, tile, kept, scores);
       if (last) {
         Consumer::finish_work_tile(params, control, tiles, at, done_linear, done, output);
         begin_values(params, control, tiles, at, mask, range, tile);
@@ -149,8 +148,7 @@ struct ForwardMainLoopSm90 {
       }
       // Not earlier: in the ring the skipped values come before those of this KV block.
       if constexpr (Operands::kScalesRows)
-        probabilities =
-            probabilities_of(params, control, tiles, at, item, tile, ahead.kept, scores);
+        probabilities = probabilities_of(params, control, tiles, at, item, tile, kept, scores);
       begins = last;
     }
     fence_accumulators(sums);
@@ -192,15 +190,14 @@ struct ForwardMainLoopSm90 {
     begin_tile(params, control, tiles, at, mask, item, range, tile, tile + 1, queries);
     Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
     control.key.wait(at.key);
-    auto const ahead =
+    auto const [kept, reads] =
         multiply_keys<0>(params, control, tiles, at, item, tile, queries, linear, scores, [] {});
     release_operands(control, at, tile == range.begin);
-    modify(params, mask, item, tile, range, tiles, at, linear, ahead.reads, scores);
+    modify(params, mask, item, tile, range, tiles, at, linear, reads, scores);
     softmax.exponentiate(scores, linear.softmax_scale(params.scale), typename Softmax::Nothing{},
                          linear.shift(item.tile * kTileQuery, tile * kTileKey));
     if (tile > range.begin) control.key.wait(at.key);
-    auto probabilities =
-        probabilities_of(params, control, tiles, at, item, tile, ahead.kept, scores);
+    auto probabilities = probabilities_of(params, control, tiles, at, item, tile, kept, scores);
     Consumer::clear_values(control, mask, params.shape, tile, at.value, tiles, at.warpgroup);
     return probabilities;
   }
