@@ -207,9 +207,9 @@ class Kernel(abc.ABC):
         """Whether the kernel reads a block mask if masks are arrays."""
         return True
 
-    def adds_by_products(self, spec: KernelSpec) -> bool:
-        """Whether the products of scores also add the score function, which is linear in the
-        difference of key and query.
+    def adds_linear_scores(self, spec: KernelSpec) -> bool:
+        """Whether a score function that is linear in the difference of key and query is added by
+        the products of scores, or to the exponents. Then it takes no registers of each score.
         """
         return False
 

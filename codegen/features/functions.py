@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
+from jax_memeff.codegen.functions.regions import adds_along_diagonals
 from jax_memeff.codegen.functions.sums import (
     EXACT_BITS,
     EXACT_WORDS,
@@ -192,13 +193,23 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         score = (spec[self] or AskedFunctions(None, None)).score
         return score is not None and emit.is_linear(score, precise=_is_precise(spec))
 
+    def is_light(self, spec: KernelSpec) -> bool:
+        """Whether the functions take few registers: a score function adds a number that is the same
+        along a diagonal, gradients are summed along diagonals, and a mask function reads no array.
+        """
+        own = spec[self] or AskedFunctions(None, None)
+        adds = own.score is None or adds_along_diagonals(own.score)
+        sums = set(own.read_sums) <= {Sum.NONE, Sum.DIAGONAL}
+        return adds and sums and (own.mask is None or not own.mask.arrays)
+
     def needs_registers(self, spec: KernelSpec) -> bool:
         """A paged kernel that classifies whole tiles tests the elements of only a few, behind a
-        branch. A kernel whose products add a score function has such a branch for unusual numbers.
+        branch. A kernel that adds a linear score function to products or exponents has such a
+        branch for unusual numbers.
         """
         own = spec[self] or AskedFunctions(None, None)
         is_decided = spec.kernel.decides_mask_tiles and spec[PAGES].size > 0
-        is_added = own.score is not None and spec.kernel.adds_by_products(spec)
+        is_added = spec.kernel.adds_linear_scores(spec) and not own.gradients
         modifies_scores = own.score is not None and not is_added
         return modifies_scores or (own.mask is not None and not is_decided)
 

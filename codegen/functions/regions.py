@@ -47,6 +47,28 @@ def diagonal_reads(program: Program) -> frozenset[int]:
     )
 
 
+def adds_along_diagonals(program: Program) -> bool:
+    """Whether a score function adds to its score a number that is the same along each diagonal.
+
+    >>> from jax_memeff.codegen.functions.program import Value
+    >>> score = Value("score", "float32")
+    >>> subtract = Value("sub", "int32", (1, 2))
+    >>> difference = Value("convert_element_type", "float32", (3,))
+    >>> total = Value("add", "float32", (0, 4))
+    >>> inputs = score, Value("query", "int32"), Value("key", "int32")
+    >>> adds_along_diagonals(Program((*inputs, subtract, difference, total), (5,), ()))
+    True
+    """
+    total = program.values[program.results[0]]
+    if total.op != "add":
+        return False
+    constant = constant_along_diagonals(program)
+    return any(
+        program.values[score].op == "score" and constant[other]
+        for score, other in (total.args, total.args[::-1])
+    )
+
+
 def block_sizes(program: Program, axis: str) -> frozenset[int]:
     """The numbers by which a function divides rows (``"query"``) or columns (``"key"``).
 

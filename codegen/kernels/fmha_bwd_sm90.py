@@ -8,33 +8,28 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from jax_memeff.codegen import gpu, shared_memory
-from jax_memeff.codegen.features import BIAS, MASK, VARLEN
+from jax_memeff.codegen import shared_memory
+from jax_memeff.codegen.features import BIAS, FUNCTIONS, MASK, VARLEN
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.functions.sums import Sum
-from jax_memeff.codegen.kernels.bases.backward import Backward
+from jax_memeff.codegen.kernels.bases.backward import WgmmaBackward
 from jax_memeff.codegen.kernels.bases.families import (
     MASK_MODIFIERS,
     PROBABILITY_MODIFIERS,
     WARPGROUP_ROWS,
-    WgmmaKernel,
     WgmmaTile,
     modifiers,
-    panel_columns,
-    stage,
     tile_columns,
 )
 from jax_memeff.codegen.kernels.bases.grids import key_tile_grid, key_tiles
 from jax_memeff.codegen.kernels.fmha_bwd_sm80 import query_sums, summing_entry_points
-from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
+from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy, q_splits
 
-PART_COLUMNS = 64
-"""Columns of the operands that the dbias kernel copies at a time."""
 _TICKET_BYTES = 8
 """The ticket is an int; four more bytes align the barriers."""
 
@@ -47,6 +42,8 @@ class Tile(WgmmaTile):
     """Whether dQ passes through shared memory to its sums, instead of directly from registers."""
     exponentiates_under_dp: bool = False
     """Whether all exponentials are forced to come before the wait for dP."""
+    light_functions: bool = False
+    """Whether the only functions that it serves are those of ``FUNCTIONS.is_light``."""
     key_stages: int = 1
     """Buffers of keys and values. With two, CTAs are persistent: the keys and values of their next
     KV block arrive while the current ones are read.
@@ -101,6 +98,16 @@ TILES: Mapping[int, Sequence[Tile]] = {
             key_stages=2,
         ),
         Tile(
+            128,
+            128,
+            2,
+            "a table along diagonals takes 1775 instructions for 128 queries, 1147 for 64; with dQ "
+            "by TMA its sums do not fit",
+            modifiers=("user functions",),
+            spill_bytes=8,
+            light_functions=True,
+        ),
+        Tile(
             64,
             128,
             2,
@@ -151,6 +158,18 @@ TILES: Mapping[int, Sequence[Tile]] = {
             64,
             128,
             2,
+            "80 queries leave no shared memory for the sums of a table; a window spills 16 bytes "
+            "before the main loop",
+            modifiers=("user functions",),
+            spill_bytes=16,
+            tma_dq=True,
+            exponentiates_under_dp=True,
+            light_functions=True,
+        ),
+        Tile(
+            64,
+            128,
+            2,
             "dk and dv take 128 registers a thread, S and dP 64; a soft cap spills one more",
             modifiers=("soft cap", "bias", "user functions", *PROBABILITY_MODIFIERS),
             spill_bytes=4,
@@ -169,64 +188,6 @@ TILES: Mapping[int, Sequence[Tile]] = {
     ),
 }
 """By the padded head dim of query, key and value."""
-
-
-class WgmmaBackward(Backward, WgmmaKernel):
-    """The common base of the wgmma backward kernels."""
-
-    tiles: ClassVar[Mapping[int, Sequence[WgmmaTile]]]
-
-    def has_tma_bias(self, spec: KernelSpec) -> bool:
-        bias = spec[BIAS]
-        return bias is not None and bias.bits == "16" and bias.access == "vectors"
-
-    def bias_sum_rows(self, spec: KernelSpec) -> int:
-        return 1
-
-    def widths(self, spec: KernelSpec) -> tuple[int, ...]:
-        return (*super().widths(spec), spec.padded_head_dim, spec.padded_value_dim)
-
-    def query_rows(self, spec: KernelSpec) -> int:
-        """The rows of query and dO in one TMA box."""
-        raise NotImplementedError
-
-    def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
-        head, value = panel_columns(spec.padded_head_dim), panel_columns(spec.padded_value_dim)
-        queries = self.query_rows(spec)
-        bias = (TensorMap("bias", queries, panel_columns(spec.tile.key)),)
-        return (
-            TensorMap("query", queries, head),
-            TensorMap("key", spec.tile.key, head),
-            TensorMap("value", spec.tile.key, value),
-            TensorMap("out_gradient", queries, value),
-            TensorMap("query_gradient", WARPGROUP_ROWS, head),
-            TensorMap("key_gradient", WARPGROUP_ROWS, head),
-            TensorMap("value_gradient", WARPGROUP_ROWS, value),
-            *(bias if spec.tma_bias else ()),
-        )
-
-    def dbias(self, spec: KernelSpec, class_name: str) -> EntryPoint:
-        """The dbias kernel: squares of scores, from parts of the operands."""
-        side = max(spec.tile.query, spec.tile.key)
-        shared_bytes, _ = dbias_bytes_and_stages(spec)
-        squares = f"bias_gradient.0*bias_gradient.1*T/{side}*S/{side}"
-        grid = Grid(squares, most_per_sm=1)
-        return stage(
-            spec,
-            "dbias",
-            class_name,
-            spec.threads,
-            shared_bytes,
-            grid=grid,
-            takes_maps=True,
-            block_mask=spec.block_mask("queries", side, side),
-        )
-
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        found = dict(super().constants(spec))
-        if bias_gradient(spec) == "dbias_kernel":
-            _, found["kDbiasStages"] = dbias_bytes_and_stages(spec)
-        return found
 
 
 class FmhaBwdSm90(WgmmaBackward):
@@ -264,6 +225,11 @@ class FmhaBwdSm90(WgmmaBackward):
                 "each of its CTAs owns a KV block, and there are too few KV blocks for a "
                 "whole GPU without split Q"
             )
+        if _tile(spec).light_functions and not FUNCTIONS.is_light(spec):
+            reasons.append(
+                "its tile has registers only for sums along diagonals, and for mask functions "
+                "without arrays"
+            )
         return reasons
 
     def _is_persistent(self, spec: KernelSpec) -> bool:
@@ -290,6 +256,9 @@ class FmhaBwdSm90(WgmmaBackward):
 
     def query_rows(self, spec: KernelSpec) -> int:
         return spec.tile.query
+
+    def adds_linear_scores(self, spec: KernelSpec) -> bool:
+        return FUNCTIONS.is_linear(spec) and spec[BIAS] is None
 
     def gradient_words(self, spec: KernelSpec) -> list[str]:
         return ["splitq"] if spec.split_q else []
@@ -327,6 +296,7 @@ class FmhaBwdSm90(WgmmaBackward):
             "kTmaDq": tile.tma_dq,
             "kPersistent": self._is_persistent(spec),
             "kKeyStages": self._key_stages(spec),
+            "kLinearScores": self.adds_linear_scores(spec),
             "kExponentiatesUnderDp": tile.exponentiates_under_dp,
         }
 
@@ -384,17 +354,3 @@ def _sums_by_tma(spec: KernelSpec) -> bool:
 def _tile(spec: KernelSpec) -> Tile:
     assert isinstance(spec.tile, Tile)
     return spec.tile
-
-
-def dbias_bytes_and_stages(spec: KernelSpec) -> tuple[int, int]:
-    """The shared memory of the dbias kernel, for a square of the bias and a ring of pairs of
-    operand parts, and how many pairs fit. More pairs than two Q blocks have do not help.
-    """
-    rows = max(spec.tile.query, spec.tile.key)
-    bias = shared_memory.bias_bytes(spec, rows, rows)
-    if spec.tma_bias:
-        bias = rows * rows * spec.element_bytes + shared_memory.PIPELINE_BYTES
-    pair = 2 * rows * PART_COLUMNS * spec.element_bytes + shared_memory.PIPELINE_BYTES
-    q_block = (spec.padded_head_dim + spec.padded_value_dim) // PART_COLUMNS
-    stages = min(2 * q_block, (gpu.SM90.shared_bytes(blocks=1) - bias) // pair)
-    return bias + stages * pair, stages

@@ -12,6 +12,7 @@ from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels import fmha_bwd_sm90
+from jax_memeff.codegen.kernels.bases.backward import PART_COLUMNS, WgmmaBackward
 from jax_memeff.codegen.kernels.bases.families import (
     MASK_MODIFIERS,
     PROBABILITY_MODIFIERS,
@@ -22,7 +23,6 @@ from jax_memeff.codegen.kernels.bases.families import (
     wgmma_tile,
 )
 from jax_memeff.codegen.kernels.bases.grids import bias_tile_grid, key_tile_grid
-from jax_memeff.codegen.kernels.fmha_bwd_sm90 import PART_COLUMNS, WgmmaBackward
 from jax_memeff.codegen.launch import EntryPoint
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import KernelSpec, Row

@@ -300,7 +300,7 @@ class FmhaFwdSm90(PersistentSm90):
     def reads_block_mask(self, spec: KernelSpec) -> bool:
         return self.consumer_groups(spec) == 1
 
-    def adds_by_products(self, spec: KernelSpec) -> bool:
+    def adds_linear_scores(self, spec: KernelSpec) -> bool:
         dim = max(spec.padded_head_dim, spec.padded_value_dim)
         return FUNCTIONS.is_linear(spec) and spec[BIAS] is None and dim <= _MOST_ADDED_DIM
 
@@ -320,7 +320,7 @@ class FmhaFwdSm90(PersistentSm90):
             for columns in (spec.padded_head_dim, spec.padded_value_dim)
         )
         operands = tile.query_stages * queries + tile.stages * (keys + values)
-        if self.adds_by_products(spec):
+        if self.adds_linear_scores(spec):
             operands += tile.key * _COLUMN_ROW_BYTES
         merged = shared_memory.merge_bytes(spec, tile.consumer_groups, 2)
         return operands + merged + self.ring_bytes(spec)
@@ -339,7 +339,7 @@ class FmhaFwdSm90(PersistentSm90):
             **super().constants(spec),
             "kConsumerGroups": tile.consumer_groups,
             "kOutputFirst": tile.output_first,
-            "kLinearScores": self.adds_by_products(spec),
+            "kLinearScores": self.adds_linear_scores(spec),
         }
 
 

@@ -12,7 +12,7 @@ from jax_memeff.codegen.features import BOOLEAN, SEGMENTS, AskedBias
 from jax_memeff.codegen.features.bias import gradient
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
-from jax_memeff.codegen.kernels.fmha_bwd_sm90 import dbias_bytes_and_stages
+from jax_memeff.codegen.kernels.bases.backward import dbias_bytes_and_stages
 from jax_memeff.codegen.kernels.fmha_bwd_two_kernel_sm90 import FmhaBwdTwoKernelSm90
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90
 from jax_memeff.codegen.launch import Grid

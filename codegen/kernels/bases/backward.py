@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
+from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features import BIAS, DETERMINISTIC
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.launch import Workspace
+from jax_memeff.codegen.kernels.bases.families import (
+    WARPGROUP_ROWS,
+    WgmmaKernel,
+    WgmmaTile,
+    panel_columns,
+    stage,
+)
+from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes, round_up
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, Kernel, KernelSpec
 from jax_memeff.codegen.strategy import Strategy
+
+PART_COLUMNS = 64
+"""Columns of the operands that the dbias kernel copies at a time."""
 
 
 class Backward(Kernel):
@@ -71,3 +83,75 @@ class Backward(Kernel):
             slices = sizes.batch * sizes.heads
             rows = self.bias_sum_rows(spec)
         return slices * rows * round_up(sizes.keys, spec.tile.key)
+
+
+class WgmmaBackward(Backward, WgmmaKernel):
+    """The common base of the wgmma backward kernels."""
+
+    tiles: ClassVar[Mapping[int, Sequence[WgmmaTile]]]
+
+    def has_tma_bias(self, spec: KernelSpec) -> bool:
+        bias = spec[BIAS]
+        return bias is not None and bias.bits == "16" and bias.access == "vectors"
+
+    def bias_sum_rows(self, spec: KernelSpec) -> int:
+        return 1
+
+    def widths(self, spec: KernelSpec) -> tuple[int, ...]:
+        return (*super().widths(spec), spec.padded_head_dim, spec.padded_value_dim)
+
+    def query_rows(self, spec: KernelSpec) -> int:
+        """The rows of query and dO in one TMA box."""
+        raise NotImplementedError
+
+    def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
+        head, value = panel_columns(spec.padded_head_dim), panel_columns(spec.padded_value_dim)
+        queries = self.query_rows(spec)
+        bias = (TensorMap("bias", queries, panel_columns(spec.tile.key)),)
+        return (
+            TensorMap("query", queries, head),
+            TensorMap("key", spec.tile.key, head),
+            TensorMap("value", spec.tile.key, value),
+            TensorMap("out_gradient", queries, value),
+            TensorMap("query_gradient", WARPGROUP_ROWS, head),
+            TensorMap("key_gradient", WARPGROUP_ROWS, head),
+            TensorMap("value_gradient", WARPGROUP_ROWS, value),
+            *(bias if spec.tma_bias else ()),
+        )
+
+    def dbias(self, spec: KernelSpec, class_name: str) -> EntryPoint:
+        """The dbias kernel: squares of scores, from parts of the operands."""
+        side = max(spec.tile.query, spec.tile.key)
+        shared_bytes, _ = dbias_bytes_and_stages(spec)
+        squares = f"bias_gradient.0*bias_gradient.1*T/{side}*S/{side}"
+        grid = Grid(squares, most_per_sm=1)
+        return stage(
+            spec,
+            "dbias",
+            class_name,
+            spec.threads,
+            shared_bytes,
+            grid=grid,
+            takes_maps=True,
+            block_mask=spec.block_mask("queries", side, side),
+        )
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        found = dict(super().constants(spec))
+        if bias_gradient(spec) == "dbias_kernel":
+            _, found["kDbiasStages"] = dbias_bytes_and_stages(spec)
+        return found
+
+
+def dbias_bytes_and_stages(spec: KernelSpec) -> tuple[int, int]:
+    """The shared memory of the dbias kernel, for a square of the bias and a ring of pairs of
+    operand parts, and how many pairs fit. More pairs than two Q blocks have do not help.
+    """
+    rows = max(spec.tile.query, spec.tile.key)
+    bias = shared_memory.bias_bytes(spec, rows, rows)
+    if spec.tma_bias:
+        bias = rows * rows * spec.element_bytes + shared_memory.PIPELINE_BYTES
+    pair = 2 * rows * PART_COLUMNS * spec.element_bytes + shared_memory.PIPELINE_BYTES
+    q_block = (spec.padded_head_dim + spec.padded_value_dim) // PART_COLUMNS
+    stages = min(2 * q_block, (gpu.SM90.shared_bytes(blocks=1) - bias) // pair)
+    return bias + stages * pair, stages

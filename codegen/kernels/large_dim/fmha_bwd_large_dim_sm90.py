@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features import SOFT_CAP
 from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.kernels.bases.backward import WgmmaBackward
 from jax_memeff.codegen.kernels.bases.families import (
     MASK_MODIFIERS,
     PADDED_DIMS,
@@ -20,7 +21,6 @@ from jax_memeff.codegen.kernels.bases.families import (
     wgmma_tile,
 )
 from jax_memeff.codegen.kernels.bases.grids import key_tile_grid, query_tile_grid
-from jax_memeff.codegen.kernels.fmha_bwd_sm90 import WgmmaBackward
 from jax_memeff.codegen.launch import EntryPoint, Grid
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import KernelSpec, Row

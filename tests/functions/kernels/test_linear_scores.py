@@ -18,6 +18,8 @@ from jax_memeff.codegen import strategy
 
 OUT_TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3}
 """The allowed relative error of an output in the Frobenius norm."""
+GRADIENT_TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3}
+"""The same for gradients, relative to their terms. P, dS and the output are rounded."""
 LSE_TOLERANCE = 3e-4
 """The allowed error of a logsumexp. Products add up to 128 slopes of 8, and truncate sums."""
 
@@ -116,10 +118,50 @@ class Call:
             return_residual=True,
         )
 
+    def expanded(self) -> dict[str, Any]:
+        """The arrays in float64, with a key and value head for each query head."""
+        arrays = {name: x.astype(np.float64) for name, x in self.arrays().items()}
+        for name in ("key", "value"):
+            arrays[name] = np.repeat(arrays[name], self.heads // self.K, 2)
+        return arrays
+
     def defined(self) -> tuple[np.ndarray, np.ndarray]:
         """Output and logsumexp by their definition, in float64."""
-        arrays = {name: x.astype(np.float64) for name, x in self.arrays().items()}
-        key, value = (np.repeat(arrays[x], self.heads // self.K, 2) for x in ("key", "value"))
+        weights, lse = self.weights()
+        return np.einsum("bnts,bsnh->btnh", weights, self.expanded()["value"]), lse
+
+    def defined_gradients(self, out_gradient: np.ndarray) -> tuple[Any, Any]:
+        """The gradients of query, key and value by their definition, in float64, and the root of
+        the sum of squares of the terms of each. Of a steep head, terms are large and cancel.
+        """
+        arrays, (weights, _) = self.expanded(), self.weights()
+        weight_gradient = np.einsum("btnh,bsnh->bnts", out_gradient, arrays["value"])
+        delta = (weights * weight_gradient).sum(-1, keepdims=True)
+        score_gradient = weights * (weight_gradient - delta) * self.scale
+        size = weights * (abs(weight_gradient) + abs(delta)) * abs(self.scale)
+        return (
+            self.sums(score_gradient, weights, out_gradient, arrays),
+            tuple(
+                np.sqrt(found)
+                for found in self.sums(
+                    size**2, weights**2, out_gradient**2, {k: x**2 for k, x in arrays.items()}
+                )
+            ),
+        )
+
+    def sums(self, score_gradient: Any, weights: Any, out_gradient: Any, arrays: Any) -> Any:
+        """dq, dk and dv of dS, P and dO."""
+        groups = (self.B, self.S, self.K, -1, self.head_dim)
+        return (
+            np.einsum("bnts,bsnh->btnh", score_gradient, arrays["key"]),
+            np.einsum("bnts,btnh->bsnh", score_gradient, arrays["query"]).reshape(groups).sum(3),
+            np.einsum("bnts,btnh->bsnh", weights, out_gradient).reshape(groups).sum(3),
+        )
+
+    def weights(self) -> tuple[np.ndarray, np.ndarray]:
+        """The weights of the values [B, N, T, S], and the logsumexps."""
+        arrays = self.expanded()
+        key = arrays["key"]
         scores = np.einsum("btnh,bsnh->bnts", arrays["query"], key) * self.scale
         difference = np.arange(self.S) + self.offsets[1] - self.offsets[0]
         difference = difference - np.arange(self.T)[:, None]
@@ -138,7 +180,7 @@ class Call:
         with np.errstate(divide="ignore", invalid="ignore"):
             lse = (largest + np.log(total))[..., 0]
             weights = np.where(total > 0, weights / total, np.where(total == 0, 0, np.nan))
-        return np.einsum("bnts,bsnh->btnh", weights, value), lse.swapaxes(1, 2)
+        return weights, lse.swapaxes(1, 2)
 
 
 CALLS = [
@@ -164,6 +206,21 @@ CALLS = [
 ]
 
 
+# A backward adds these functions to its exponents. Very large slopes, and scales that are not
+# positive, are evaluated element by element.
+GRADIENT_CALLS = [
+    Call(),
+    Call(STEEP, B=1, T=200, K=2),
+    Call(BEYOND, B=1, T=200),
+    Call(NOT_FINITE, B=1, T=200, S=200),
+    Call(B=1, T=70, scale=-0.125),
+    Call(dtype="float16", mask="causal", lengths=((333, 150), (77, 261)), sinks=True),
+    Call(mask="causal", offsets=(2**29 - 100, 2**29 - 200), B=1, T=200),
+    Call(head_dim=128, K=2, mask="window", backwards=True),
+    Call(head_dim=128, mask="function", B=1),
+]
+
+
 def results(call: Call, arch: str | None = None) -> Any:
     """Output and logsumexp. With an architecture it runs in the process of ``machine``."""
     if arch is not None:
@@ -172,6 +229,38 @@ def results(call: Call, arch: str | None = None) -> Any:
     found = strategy.using() if call.splits else strategy.using(forward=strategy.PLAIN)
     with found:
         return jax.tree.map(np.asarray, jax.jit(call.ours)(arrays))
+
+
+def gradients(call: Call, arch: str | None = None) -> Any:
+    """A gradient of the output, and those of query, key and value; see ``results``."""
+    if arch is not None:
+        emulator.configure(arch)
+    arrays = jax.tree.map(jnp.asarray, call.arrays())
+    names = ("query", "key", "value")
+    shape = arrays["query"].shape
+    drawn = np.random.default_rng(5).standard_normal(shape).astype(call.dtype)
+
+    def transposed(operands, rest, out_gradient):
+        def out(*operands):
+            return call.ours(rest | dict(zip(names, operands, strict=True)))[0]
+
+        return jax.vjp(out, *operands)[1](out_gradient)
+
+    operands = tuple(arrays[name] for name in names)
+    found = jax.jit(transposed)(operands, arrays, jnp.asarray(drawn))
+    return drawn, *map(np.asarray, found)
+
+
+def assert_gradients_match(call: Call, found: Any) -> None:
+    out_gradient, *own = (x.astype(np.float64) for x in found)
+    wanted, sizes = call.defined_gradients(out_gradient)
+    names = ("dq", "dk", "dv")
+    for name, own_gradient, want, size in zip(names, own, wanted, sizes, strict=True):
+        for head in range(want.shape[2]):
+            if np.isfinite(call.slopes[head * call.heads // want.shape[2]]):
+                error = np.linalg.norm(own_gradient[:, :, head] - want[:, :, head])
+                most = GRADIENT_TOLERANCES[call.dtype] * np.linalg.norm(size[:, :, head])
+                assert error <= most, (name, head)
 
 
 def assert_matches(call: Call, found: Any) -> None:
@@ -193,7 +282,20 @@ def test_emulated_kernels(call, machine):
     assert_matches(call, machine.submit(results, call, "sm_90a").result(timeout=600))
 
 
+@pytest.mark.rotating(3)
+@pytest.mark.parametrize("call", GRADIENT_CALLS, ids=str)
+def test_emulated_gradients(call, machine):
+    found = machine.submit(gradients, call, "sm_90a").result(timeout=600)
+    assert_gradients_match(call, found)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_kernels(call):
     assert_matches(call, results(call))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", GRADIENT_CALLS, ids=str)
+def test_gradients_on_the_gpu(call):
+    assert_gradients_match(call, gradients(call))

@@ -18,6 +18,7 @@
 #include <cute/algorithm/clear.hpp>
 
 #include <memeff/collective/probability_modifiers.cuh>
+#include <memeff/collective/softmax/linear_exponents.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -69,6 +70,7 @@ struct FmhaBackwardSm90 {
   static constexpr int kKeyStages = Config::kKeyStages;
   using KeyStage = PipelineStage<kKeyStages>;
   using Mask = ScoreMask<Config, ScoreGrid>;
+  using Exponents = LinearExponents<Config, ScoreGrid>;
 
   // dq, dk and the gradient of the bias need dS; dv alone needs only P.
   using BiasWriter = TransposedBiasGradient<Config, Tiles>;
@@ -88,7 +90,9 @@ struct FmhaBackwardSm90 {
 
   // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.
   using Bias = QBlockBiasRing<Config, Tiles, kStages>;
-  using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid, true>>;
+  using Function = ScoreFunctionWithReads<Config, ScoreGrid, true>;
+  using FunctionReads = typename Function::Reads;
+  using Modifiers = ScoreModifiers<Config, Bias, Function>;
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
   static constexpr int kValueOffset = KeyTile::kBytes;  // from the keys of the stage
   static constexpr int kKeyStageBytes = kValueOffset + ValueTile::kBytes;
@@ -284,6 +288,15 @@ struct FmhaBackwardSm90 {
   using Consumer = BackwardConsumerSm90<Config, FmhaBackwardSm90>;
   using Epilogue = BackwardEpilogueSm90<Config, FmhaBackwardSm90>;
 
+  // What a score function reads while S and dP run. Within the basic block that issues them, ptxas
+  // would delay their last wgmmas until the addresses have been loaded.
+  CUTE_DEVICE static FunctionReads read_ahead(BackwardParams const& params, Control& control,
+                                              Stage const& stage, ScoreTilePosition const& at) {
+    KeptBlocks::end_basic_block(control.out_gradient, stage);
+    if constexpr (FunctionReads::kAny) control.out_gradient.wait_again(stage);
+    return FunctionReads(params, at);
+  }
+
   // The main loop: per Q block S, dP, P and dS, then dV, dQ and dK. Hazard: functions for more than
   // single steps change how ptxas assigns registers (docs/tuning/compilers.md).
   CUTE_DEVICE static void consume(BackwardParams const& params, BackwardMaps const& maps,
@@ -310,6 +323,7 @@ struct FmhaBackwardSm90 {
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
       BiasSums bias_sums;
       typename CapturedSums::Sums captured_sums;
+      Exponents const exponents(params, item.batch, head);
       auto const blocks = work.row_of_blocks(params, head);
       CUTE_NO_UNROLL
       for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
@@ -324,14 +338,13 @@ struct FmhaBackwardSm90 {
         Logsumexps<ScoreGrid, kVectorsAhead> const logsumexps(statistics);
         control.out_gradient.wait(stage);
         consumer.begin_score_gradient(values, out_tile, score_gradient);
-        KeptBlocks::end_basic_block(control.out_gradient, stage);
+        FunctionReads const reads = read_ahead(params, control, stage, work.position(head, tile));
         KeptBlocks const kept(params, item.batch, head, tile * kTileQuery, work.column);
         wait_products<kScoreGradient>();  // S
         fence_accumulators(scores);
-
         auto scaled = ScoreGrid::make_accumulators();  // (4, 1, MMA_N), for the soft cap
-        consumer.exponentiate(head, tile, blocks.partial(tile), stage.index, logsumexps, scores,
-                              scaled);
+        consumer.exponentiate(head, tile, blocks.partial(tile), stage.index, logsumexps, exponents,
+                              reads, scores, scaled);
         if constexpr (Config::kExponentiatesUnderDp) control.out_gradient.wait_again(stage);
         Deltas<ScoreGrid, kVectorsAhead> const deltas(statistics);
         wait_products<0>();  // dP

@@ -103,7 +103,9 @@ struct FmhaForwardSm90 {
                                       PolynomialCap<Config, kCapped>, ScoreScaling<Config>>;
   using Linear = LinearScores<Config>;
   using Columns = ColumnProduct<Config>;
-  using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>, Scaling>;
+  using Function = ScoreFunctionWithReads<Config, ScoreGrid>;
+  using FunctionReads = typename Function::Reads;
+  using Modifiers = ScoreModifiers<Config, Bias, Function, Scaling>;
 
   using Blocks = KvBlocks<Config, Mask>;
 

@@ -16,6 +16,13 @@
 
 namespace memeff {
 
+// Whether warps read once for each diagonal of their scores.
+template <class Config>
+CUTE_HOST_DEVICE constexpr bool has_diagonal_reads() {
+  if constexpr (Config::kScoreFunction) return Config::ScoreFunction::kHasDiagonalReads;
+  return false;
+}
+
 // Applies the function, or its derivative, to the scores in the accumulators of Grid. kTransposed:
 // see FunctionOfTile. kPackHeads: see PackedRows. Without a function it does nothing.
 template <class Config, class Grid, bool kTransposed = false, bool kPackHeads = false,
@@ -70,6 +77,55 @@ struct ScoreFunction<Config, Grid, kTransposed, kPackHeads, true> {
         .template for_each<Grid, kTransposed>(derivatives, [](float& score, auto const&... inputs) {
           score = Function::derivative(inputs...);
         });
+  }
+};
+
+// ScoreFunction in a kernel that performs reads along diagonals while a product runs, because they
+// take hundreds of cycles. forward() needs `reads`.
+template <class Config, class Grid, bool kTransposed = false,
+          bool kOn = has_diagonal_reads<Config>()>
+struct ScoreFunctionWithReads : ScoreFunction<Config, Grid, kTransposed> {
+  struct Reads {
+    static constexpr bool kAny = false;
+
+    template <class Params>
+    CUTE_DEVICE Reads(Params const&, ScoreTilePosition const&) {}
+  };
+
+  template <class Params>
+  CUTE_DEVICE ScoreFunctionWithReads(Params const& params, Reads const* = nullptr)
+      : ScoreFunction<Config, Grid, kTransposed>(params) {}
+};
+
+template <class Config, class Grid, bool kTransposed>
+struct ScoreFunctionWithReads<Config, Grid, kTransposed, true>
+    : ScoreFunction<Config, Grid, kTransposed> {
+  using Base = ScoreFunction<Config, Grid, kTransposed>;
+  using Params = typename Config::Params;
+  using OfTile = typename Base::OfTile;
+  using Function = typename Config::ScoreFunction;
+  static_assert(Grid::kRowBlocks == 1);
+
+  struct Reads {
+    static constexpr bool kAny = true;
+
+    function::DiagonalReads<Function, Grid::kWarpColumns> values;
+
+    CUTE_DEVICE Reads(Params const& params, ScoreTilePosition const& at)
+        : values(OfTile(params, at).template read_diagonals<Grid, kTransposed>(0)) {}
+  };
+
+  Reads const* reads;
+
+  CUTE_DEVICE ScoreFunctionWithReads(Params const& params, Reads const* reads = nullptr)
+      : Base(params), reads(reads) {}
+
+  template <class Scores>
+  CUTE_DEVICE void forward(Scores& scores, ScoreTilePosition const& at) const {
+    OfTile const of_tile(Base::params, at);
+    of_tile.template for_each_in_rows<Grid, kTransposed>(
+        0, reads->values, scores,
+        [](float& score, auto const&... inputs) { score = Function::value(inputs...); });
   }
 };
 

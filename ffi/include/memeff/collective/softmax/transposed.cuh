@@ -45,17 +45,24 @@ using Logsumexps = StatisticAhead<Grid, kAhead, &QuadStatistics::load_logsumexps
 template <class Grid, int kAhead>
 using Deltas = StatisticAhead<Grid, kAhead, &QuadStatistics::load_deltas<Grid>>;
 
+// Scores that contain all their modifiers; others are LinearExponents (linear_exponents.cuh).
+struct CompleteScores {
+  // The logsumexp of a column less the part of an element's exponent that its score lacks.
+  CUTE_DEVICE static float logsumexp(float of_column, int, int) { return of_column; }
+};
+
 // Computes P^T from S^T in place.
-template <class LogsumexpReader, class Scores>
+template <class LogsumexpReader, class Scores, class Exponents = CompleteScores>
 CUTE_DEVICE void exponentiate_transposed(LogsumexpReader const& logsumexps, float softmax_scale,
-                                         Scores& scores) {
+                                         Scores& scores, Exponents const& exponents = {}) {
   CUTE_UNROLL
   for (int n = 0; n < cute::size<2>(scores); n += 2) {
     auto const pair = logsumexps.pair(n / 2);
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
       float& score = scores(i % 4, 0, n + i / 4);
-      score = probability(score, softmax_scale, pair.of[i / 4 * 2 + i % 2]);
+      float const logsumexp = exponents.logsumexp(pair.of[i / 4 * 2 + i % 2], i % 4, n + i / 4);
+      score = probability(score, softmax_scale, logsumexp);
     }
   }
 }

@@ -49,9 +49,52 @@ class FunctionOfTile {
   template <class Grid, bool kTransposed, class Scores, class Use>
   CUTE_DEVICE void for_each(Scores& scores, Use use) const {
     if constexpr (Function::kHasDiagonalReads) {
-      for_each_along_diagonals<Grid, kTransposed>(scores, use);
+      CUTE_UNROLL
+      for (int m = 0; m < cute::size<1>(scores); ++m) {
+        auto const reads = read_diagonals<Grid, kTransposed>(m);
+        for_each_in_rows<Grid, kTransposed>(m, reads, scores, use);
+      }
     } else {
       for_each_in_turn<Grid, kTransposed>(scores, use);
+    }
+  }
+
+  // The reads of this lane along the diagonals of rows 16 m to 16 m + 15 of a warp's accumulators.
+  template <class Grid, bool kTransposed>
+  CUTE_DEVICE auto read_diagonals(int m) const {
+    using Reads = function::DiagonalReads<Function, Grid::kWarpColumns>;
+    int const thread = thread_index();
+    int const major = Grid::row(thread) + m * 16;
+    return Reads(thread % kWarpSize, [&](int difference, float (&values)[Reads::kReads]) {
+      int const minor = Grid::column(thread) + difference;
+      at(kTransposed ? minor : major, kTransposed ? major : minor, 0.0f,
+         [&](auto const&... inputs) { Function::read_values(inputs..., values); });
+    });
+  }
+
+  // for_each() for these rows with what read_diagonals() has returned.
+  template <class Grid, bool kTransposed, class Reads, class Scores, class Use>
+  CUTE_DEVICE void for_each_in_rows(int m, Reads const& reads, Scores& scores, Use use) const {
+    constexpr int kChunks = 2 * Grid::kColumnBlocks;
+    int const thread = thread_index();
+    function::ArraysWithReads<ElementArrays<Config>, Function> arrays;
+    static_cast<ElementArrays<Config>&>(arrays) = first_element<Grid, kTransposed>(thread);
+    // A lane's first row in a chunk of columns lies on the same diagonals as its second row in the
+    // next chunk.
+    CUTE_UNROLL
+    for (int chunk = 0; chunk <= kChunks; ++chunk) {
+      float pair[2][Reads::kReads];
+      reads.at(thread % kWarpSize, chunk, pair);
+      CUTE_UNROLL
+      for (int element = 0; element < 4; ++element) {
+        int const n = chunk - 1 + element / 2;
+        if (n < 0 || n == kChunks) continue;
+        CUTE_UNROLL
+        for (int read = 0; read < Reads::kReads; ++read) {
+          arrays.values[read] = pair[element % 2][read];
+        }
+        at_element<Grid, kTransposed>(arrays, thread, element, m, n, scores(element, m, n), use);
+      }
     }
   }
 
@@ -103,43 +146,6 @@ class FunctionOfTile {
       for (int n = 0; n < cute::size<2>(scores); ++n) {
         CUTE_UNROLL
         for (int element = 0; element < 4; ++element) {
-          at_element<Grid, kTransposed>(arrays, thread, element, m, n, scores(element, m, n), use);
-        }
-      }
-    }
-  }
-
-  // for_each() with one read per diagonal of a warp's 16 rows.
-  template <class Grid, bool kTransposed, class Scores, class Use>
-  CUTE_DEVICE void for_each_along_diagonals(Scores& scores, Use use) const {
-    using Reads = function::DiagonalReads<Function, Grid::kWarpColumns>;
-    constexpr int kChunks = 2 * Grid::kColumnBlocks;
-    int const thread = thread_index();
-    int const lane = thread % kWarpSize;
-    function::ArraysWithReads<ElementArrays<Config>, Function> arrays;
-    static_cast<ElementArrays<Config>&>(arrays) = first_element<Grid, kTransposed>(thread);
-    CUTE_UNROLL
-    for (int m = 0; m < cute::size<1>(scores); ++m) {
-      int const major = Grid::row(thread) + m * 16;
-      Reads const reads(lane, [&](int difference, float (&values)[Reads::kReads]) {
-        int const minor = Grid::column(thread) + difference;
-        at(kTransposed ? minor : major, kTransposed ? major : minor, 0.0f,
-           [&](auto const&... inputs) { Function::read_values(inputs..., values); });
-      });
-      // A lane's first row in a chunk of columns lies on the same diagonals as its second row in
-      // the next chunk.
-      CUTE_UNROLL
-      for (int chunk = 0; chunk <= kChunks; ++chunk) {
-        float pair[2][Reads::kReads];
-        reads.at(lane, chunk, pair);
-        CUTE_UNROLL
-        for (int element = 0; element < 4; ++element) {
-          int const n = chunk - 1 + element / 2;
-          if (n < 0 || n == kChunks) continue;
-          CUTE_UNROLL
-          for (int read = 0; read < Reads::kReads; ++read) {
-            arrays.values[read] = pair[element % 2][read];
-          }
           at_element<Grid, kTransposed>(arrays, thread, element, m, n, scores(element, m, n), use);
         }
       }

@@ -19,6 +19,7 @@ struct ForwardMainLoopSm90 {
   using Blocks = typename Kernel::Blocks;
   using Consumer = ForwardConsumerSm90<Config, Kernel>;
   using Control = typename Kernel::Control;
+  using FunctionReads = typename Kernel::FunctionReads;
   using KeptBlocks = typename Kernel::KeptBlocks;
   using Linear = typename Kernel::Linear;
   using Mask = typename Kernel::Mask;
@@ -41,6 +42,13 @@ struct ForwardMainLoopSm90 {
   // block, which costs 3 % at head dim 128 with kOutputFirst. Without it kernels without
   // kOutputFirst lose 25 %.
   static constexpr bool kReleasesByPredicate = kOutputFirst;
+
+  // The modifiers of the probabilities of a KV block, and the reads of its score function, which
+  // are computed while products run.
+  struct Ahead {
+    KeptBlocks kept;
+    FunctionReads reads;
+  };
 
   // Computes all work tiles of one consumer.
   CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
@@ -118,10 +126,10 @@ struct ForwardMainLoopSm90 {
       fence_accumulators(sums);
       if constexpr (Operands::kSequential) begin_output();
       if constexpr (Operands::kSequential) end_output();
-      auto const kept = multiply_keys<Operands::kSequential ? 0 : 1>(
+      auto const [kept, reads] = multiply_keys<Operands::kSequential ? 0 : 1>(
           params, control, tiles, at, item, tile, queries, linear, scores, begin_output);
       release_operands(control, at, tile == range.begin);
-      modify(params, mask, item, tile, range, tiles, at, linear, scores);
+      modify(params, mask, item, tile, range, tiles, at, linear, reads, scores);
       auto const correction = softmax.exponentiate(
           scores, linear.softmax_scale(params.scale),
           [&] {
@@ -182,10 +190,10 @@ struct ForwardMainLoopSm90 {
     begin_tile(params, control, tiles, at, mask, item, range, tile, tile + 1, queries);
     Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
     control.key.wait(at.key);
-    auto const kept =
+    auto const [kept, reads] =
         multiply_keys<0>(params, control, tiles, at, item, tile, queries, linear, scores, [] {});
     release_operands(control, at, tile == range.begin);
-    modify(params, mask, item, tile, range, tiles, at, linear, scores);
+    modify(params, mask, item, tile, range, tiles, at, linear, reads, scores);
     softmax.exponentiate(scores, linear.softmax_scale(params.scale), typename Softmax::Nothing{},
                          linear.shift(item.tile * kTileQuery, tile * kTileKey));
     if (tile > range.begin) control.key.wait(at.key);
@@ -210,22 +218,20 @@ struct ForwardMainLoopSm90 {
   }
 
   // S = Q K^T of a KV block. Unless products are sequential, begin_output() begins another one
-  // behind it, and kRunning products may still run afterwards. Returns the modifiers of the block's
-  // probabilities, which are computed while the products run.
+  // behind it, and kRunning products may still run afterwards.
   template <int kRunning, class Scores, class BeginOutput>
-  CUTE_DEVICE static KeptBlocks multiply_keys(ForwardParams const& params, Control& control,
-                                              uint32_t tiles, Position const& at,
-                                              WorkItem const& item, int tile,
-                                              Queries const& queries, Linear const& linear,
-                                              Scores& scores, BeginOutput const& begin_output) {
+  CUTE_DEVICE static Ahead multiply_keys(ForwardParams const& params, Control& control,
+                                         uint32_t tiles, Position const& at, WorkItem const& item,
+                                         int tile, Queries const& queries, Linear const& linear,
+                                         Scores& scores, BeginOutput const& begin_output) {
     Turns::take(at.warpgroup);
     begin_scores(tiles, at, queries, linear, scores);
     if constexpr (!Operands::kSequential) begin_output();
     Turns::pass(at.warpgroup);
-    auto const kept = kept_blocks(params, control, at, item, tile);
+    Ahead const ahead = compute_ahead(params, control, at, item, tile);
     wait_products<kRunning>();
     unscale(tiles, at, scores);
-    return kept;
+    return ahead;
   }
 
   // Releases the keys of a KV block and, after the last block of a work tile, its queries.
@@ -253,13 +259,18 @@ struct ForwardMainLoopSm90 {
     commit_products();
   }
 
-  // Computes the modifiers of probabilities while the products that have begun run.
-  CUTE_DEVICE static KeptBlocks kept_blocks(ForwardParams const& params, Control& control,
-                                            Position const& at, WorkItem const& item, int tile) {
+  // Computes what modifies probabilities and scores while the products that have begun run.
+  CUTE_DEVICE static Ahead compute_ahead(ForwardParams const& params, Control& control,
+                                         Position const& at, WorkItem const& item, int tile) {
+    if constexpr (Probabilities::kIsEarly || FunctionReads::kAny) {
+      control.key.wait_again(at.key);
+    }
+    int const row = item.tile * kTileQuery;
+    int const column = tile * kTileKey;
+    Ahead const ahead = {{params, item.batch, item.head, row, column},
+                         {params, {item.batch, item.head, row, column}}};
     if constexpr (Probabilities::kIsEarly) control.key.wait_again(at.key);
-    KeptBlocks const kept(params, item.batch, item.head, item.tile * kTileQuery, tile * kTileKey);
-    if constexpr (Probabilities::kIsEarly) control.key.wait_again(at.key);
-    return kept;
+    return ahead;
   }
 
   template <class Scores>
@@ -275,11 +286,11 @@ struct ForwardMainLoopSm90 {
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
                                  WorkItem const& item, int tile, Blocks const& range,
                                  uint32_t tiles, Position& position, Linear const& linear,
-                                 Scores& scores) {
+                                 FunctionReads const& reads, Scores& scores) {
     Consumer::advance(position.key);
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
-    Modifiers const modifiers = modifiers_of(params, mask, item, tiles);
+    Modifiers const modifiers = modifiers_of(params, mask, item, tiles, &reads);
     ScoreTilePosition const at = {item.batch, item.head, row, column};
     linear.modify([&] { modifiers.forward(scores, at, column); });
     modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
@@ -321,9 +332,10 @@ struct ForwardMainLoopSm90 {
   // The modifiers of a work tile. They are constructed at each use, so that they occupy no
   // registers between two KV blocks.
   CUTE_DEVICE static Modifiers modifiers_of(ForwardParams const& params, Mask const& mask,
-                                            WorkItem const& item, uint32_t tiles) {
+                                            WorkItem const& item, uint32_t tiles,
+                                            FunctionReads const* reads = nullptr) {
     return {{params.scale},
-            {params},
+            {params, reads},
             {params.bias,
              {params.bias, item},
              mask,

@@ -19,6 +19,8 @@ struct BackwardConsumerSm90 {
   using Control = typename Kernel::Control;
   using DqSums = typename Kernel::DqSums;
   using Element = typename Kernel::Element;
+  using Exponents = typename Kernel::Exponents;
+  using FunctionReads = typename Kernel::FunctionReads;
   using KeptBlocks = typename Kernel::KeptBlocks;
   using KeyColumns = typename Kernel::KeyColumns;
   using KeyRows = typename Kernel::KeyRows;
@@ -117,15 +119,17 @@ struct BackwardConsumerSm90 {
   // Computes P^T from S^T, while the product dP runs.
   template <class Logsumexps, class Scores>
   CUTE_DEVICE void exponentiate(int head, int tile, bool partial, int stage,
-                                Logsumexps const& logsumexps, Scores& scores,
-                                Scores& scaled) const {
-    Modifiers const modifiers = {{params.scale}, {params}, Bias(tiles + kBiasOffset)};
+                                Logsumexps const& logsumexps, Exponents const& exponents,
+                                FunctionReads const& reads, Scores& scores, Scores& scaled) const {
+    Modifiers const modifiers = {{params.scale}, {params, &reads}, Bias(tiles + kBiasOffset)};
     int const row = tile * kTileQuery;
     ScoreTilePosition const at = work.position(head, tile);
-    modifiers.recompute(scores, scaled, at, params, work, head, row, stage);
+    exponents.modify(
+        [&] { modifiers.recompute(scores, scaled, at, params, work, head, row, stage); });
     mask.template apply_transposed<kTileQuery, kTileKey>(scores, params, at, partial);
     exponentiate_transposed(logsumexps.reader(Kernel::statistics_of(tiles, stage)),
-                            params.scale.softmax_scale, scores);
+                            exponents.softmax_scale(params.scale), scores,
+                            exponents.of_tile(params, at));
     fence_accumulators(scores);
     modifiers.bias.load_next(params, work, mask, head, tile);
   }
