@@ -90,7 +90,7 @@ def lower(
         args = (graph.add("and", "int32", (args[0], mask)), *args[1:])
     overflows = name in _OVERFLOWS
     if small and name == "shift_right_arithmetic" and operands[0].kind == "u":
-        # Its sign is the highest bit, also of an unsigned integer.
+        # The shift takes the highest bit as the sign, even of an unsigned integer.
         args = (graph.wrapped(args[0], np.dtype(f"int{small}")), *args[1:])
         overflows = True
     value = graph.add(name, dtype, args, kept)

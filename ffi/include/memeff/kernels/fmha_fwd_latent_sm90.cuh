@@ -11,19 +11,21 @@
 //   warpgroup 0 | S(0) softmax P(0) V(0)        P(1) V(1)  S(2) softmax P(2) V(2) ...
 //   warpgroup 1 |        S(1)       P(0) V(0)  softmax  P(1) V(1)        P(2) V(2)  S(3) ...
 //
-// While one computes its softmax, the tensor cores multiply for the other. Both accumulate the KV
-// blocks in the same order and with the same softmax reference, which is passed along with the
-// probabilities. FlashMLA (DeepSeek, 2025) introduced this schedule and rescales a block's
-// probabilities in shared memory. Here the reference has slack (collective/softmax/online.cuh), so
-// each warpgroup rescales its own output instead, and only rarely.
+// While one computes its softmax, the tensor cores multiply for the other. S(b) begins before
+// P(b - 1) V(b - 1) of the other warpgroup's block and ends after it, because some of its keys
+// arrive later. Both accumulate the KV blocks in the same order and with the same softmax
+// reference, which is passed along with the probabilities. FlashMLA (DeepSeek, 2025) introduced
+// this schedule and rescales a block's probabilities in shared memory. Here the reference has slack
+// (collective/softmax/online.cuh), so each warpgroup rescales its own output instead, and only
+// rarely.
 //
 // 64 rows of queries and two buffers of keys take 216 KB, which leaves no room for a third. Instead
 // the three parts of a buffer are released separately: the two halves of the value columns, each by
 // the warpgroup that multiplies them, and the other columns, which only scores need. The parts of
 // the next KV block arrive while the rest is read.
 //
-// L2 delivers less than all SMs ask for. So two CTAs form a cluster, and if both compute row tiles
-// of the same sequence, each copies half of the keys to both.
+// The bandwidth of L2 is too small for one copy of the keys per SM. So two CTAs form a cluster, and
+// if both compute row tiles of the same sequence, each copies half of the keys to both.
 #pragma once
 
 #include <memeff/arch/cluster.cuh>
@@ -163,7 +165,7 @@ struct FmhaForwardLatentSm90 {
       raise_registers<kConsumerRegisters>();
       Consumer::run(params, control, tiles, sharers);
     }
-    // Hazard: the others of the cluster still arrive at the barriers of this CTA.
+    // Hazard: this CTA must not end while the other one may still arrive at its barriers.
     __syncwarp();
     arrive_cluster();
     wait_cluster();

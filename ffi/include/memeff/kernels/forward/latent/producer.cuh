@@ -41,8 +41,8 @@ struct LatentProducerSm90 {
     hand_out(KeyPart{-1, 0, 0, 0, 0, 0});
   }
 
-  // Run by the thread that copies one part of the columns of all KV blocks. The CTAs that share
-  // them copy panels in turn.
+  // Run by the thread that copies one part of the columns of all KV blocks. CTAs that share KV
+  // blocks take turns copying panels.
   CUTE_DEVICE static void produce_keys(ForwardParams const& params, TensorMap const& map,
                                        Control& control, uint32_t tiles, int columns, int sharers) {
     int const rank = cluster_rank() % sharers;
@@ -93,9 +93,9 @@ struct LatentProducerSm90 {
   }
 
  private:
-  // How many KV blocks ahead a block is prefetched into L2. A block is loaded only when its buffer
-  // is free, and then its latency is exposed, because both consumers wait for it. So one of the
-  // CTAs that read it prefetches it earlier.
+  // How many KV blocks ahead a block is prefetched into L2. It can be loaded only when its buffer
+  // is free, when both consumers already wait for it. The latency of DRAM would be exposed then, so
+  // one of the CTAs that read the block prefetches it.
   static constexpr int kPrefetched = 1;
 
   // Copies a box to all CTAs that share it.
@@ -119,8 +119,8 @@ struct LatentProducerSm90 {
     }
   }
 
-  // Prefetches the first `count` keys of a KV block, whose rows are contiguous in each box. Memory
-  // delivers more if it is read in order than if each panel of columns is read apart.
+  // Prefetches the first `count` keys of a KV block, whose rows are contiguous in each box. Reading
+  // whole rows in order gives a higher DRAM bandwidth than reading one panel of columns at a time.
   CUTE_DEVICE static void prefetch_rows(ForwardParams const& params,
                                         KeyValueSource<Config> const& source, int count,
                                         int const (&rows)[kBoxes]) {
