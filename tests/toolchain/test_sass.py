@@ -16,6 +16,7 @@ import sass
 import together
 
 from jax_memeff.codegen import select
+from jax_memeff.codegen.kernels import fmha_bwd_sm90
 from jax_memeff.codegen.features import AskedPages
 from jax_memeff.codegen.kernels.bases.families import WARPGROUP_ROWS, WARPGROUP_THREADS
 from jax_memeff.codegen.problem import Problem
@@ -39,6 +40,8 @@ GRADIENTS = [
     for needs_grad in itertools.combinations(SPEC_GRADIENTS, count)
 ]
 GRADIENTS_DRAWN = 1
+BACKWARD_SPILL = fmha_bwd_sm90.TILES[64][0].spill_bytes
+"""In bytes. Kernels of other head dims and gradients may spill as much as this row."""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def backwards(dtype, head_dim):
 
 
 def keeps_register_operands(spec, kernel):
-    assert kernel.spills <= spec.tile.spill_bytes, (daily.MESSAGE, spec.name)
+    assert kernel.spills <= BACKWARD_SPILL, (daily.MESSAGE, spec.name)
     main_loops = [
         name for name in kernel.code if name.removeprefix(spec.name) in ("", "_dq", "_dkdv")
     ]

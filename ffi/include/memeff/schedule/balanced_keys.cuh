@@ -8,8 +8,9 @@
 //
 //   | cost | blocks of item 0 | cost | blocks of item 1 | ...
 //
-// Each group of CTAs has an equal part of the line. The parts of an item that is cut are partial
-// results: a group has at most two, at the two ends of its part of the line.
+// Each group of CTAs gets an equal stretch of the line. If a stretch ends within an item, the item
+// is cut into parts, whose results are partial: a group has at most two, at the ends of its
+// stretch.
 #pragma once
 
 #include <memeff/core/common.cuh>

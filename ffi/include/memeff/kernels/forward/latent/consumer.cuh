@@ -30,8 +30,8 @@ struct LatentConsumerSm90 {
   using ValueTile = typename Kernel::ValueTile;
   static constexpr int kKeySteps = Config::kTileKey / 16;
   static constexpr int kPanelSteps = PanelTile::kColumns / 16;
-  static constexpr int kOtherColumns = Kernel::kParts - 1;  // the part without values
-  static constexpr int kOthers = Kernel::kPanels - Kernel::part_begin(kOtherColumns);
+  static constexpr int kOtherColumns = Kernel::kColumnGroups - 1;  // the group without values
+  static constexpr int kOthers = Kernel::kPanels - Kernel::group_begin(kOtherColumns);
   static constexpr int kOwnPanels = kOthers + Kernel::kValuePanels;  // without the other's values
   static constexpr int kTileKey = Kernel::kTileKey;
   static constexpr int kTileQuery = Kernel::kTileQuery;
@@ -153,8 +153,8 @@ struct LatentConsumerSm90 {
     for (int i = begin; i < end; ++i) {
       // The columns without values are the last ones.
       int const value_panel =
-          (i - kOthers + at.warpgroup * Kernel::kValuePanels) % Kernel::part_begin(kOtherColumns);
-      int const panel = i < kOthers ? Kernel::part_begin(kOtherColumns) + i : value_panel;
+          (i - kOthers + at.warpgroup * Kernel::kValuePanels) % Kernel::group_begin(kOtherColumns);
+      int const panel = i < kOthers ? Kernel::group_begin(kOtherColumns) + i : value_panel;
       wait_barrier(barriers.full[panel], at.own_parity);
       begin_products();  // after each wait, else ptxas (CUDA 13.0) injects it (C7519)
       warpgroup_gemm<Element, kPanelSteps>(
@@ -180,7 +180,7 @@ struct LatentConsumerSm90 {
     bool const clears =
         reads_beyond<Config>(mask.key_length, column + kTileKey, params.shape.key_length);
     if (clears) {
-      // Hazard: clear the value columns only. The part with the other columns is already released.
+      // Hazard: clear the value columns only. The other columns are already released.
       clear_rows<SharedTile<kTileKey, Config::kValueDim>, kWarpgroupSize>(
           Kernel::keys(tiles, at.warpgroup), max(mask.key_length - column, 0));
     }
@@ -234,9 +234,11 @@ struct LatentConsumerSm90 {
     at.other_parity ^= 1;
   }
 
-  // Releases a part of a buffer in all CTAs that share its keys. All lanes of a warp call it.
-  CUTE_DEVICE static void release_keys(Control& control, Position const& at, int buffer, int part) {
-    if (at.releases >= 0) arrive_cluster_barrier(control.keys[buffer].empty[part], at.releases);
+  // Releases a column group of a buffer in all CTAs that share its keys. All lanes of a warp call
+  // it.
+  CUTE_DEVICE static void release_keys(Control& control, Position const& at, int buffer,
+                                       int group) {
+    if (at.releases >= 0) arrive_cluster_barrier(control.keys[buffer].empty[group], at.releases);
     random_sleep();
   }
 
