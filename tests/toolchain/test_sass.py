@@ -16,8 +16,8 @@ import sass
 import together
 
 from jax_memeff.codegen import select
-from jax_memeff.codegen.kernels import fmha_bwd_sm90
 from jax_memeff.codegen.features import AskedPages
+from jax_memeff.codegen.kernels import fmha_bwd_sm90
 from jax_memeff.codegen.kernels.bases.families import WARPGROUP_ROWS, WARPGROUP_THREADS
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec
