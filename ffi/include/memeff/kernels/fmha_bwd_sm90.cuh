@@ -161,7 +161,7 @@ struct FmhaBackwardSm90 {
       return {item.batch, head, tile * kTileQuery, column};
     }
 
-    // This head if it has a Q block, else the next one that has, if any.
+    // The first head from `head` on that has a Q block, or the end of the group.
     CUTE_DEVICE int head_with_blocks(BackwardParams const& params, int head) const {
       if constexpr (Config::kBlockMask) {
         while (head < (item.head + 1) * params.shape.group && row_of_blocks(params, head).empty()) {
