@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from jax_memeff._api.paged import append
 from jax_memeff._call import sequences
 from jax_memeff._call.mask import block_mask
 from jax_memeff._command import models
 from jax_memeff._cuda import block_mask as block_masks_of_kernels
 from jax_memeff.codegen import select, strategy
+from jax_memeff.codegen.features.pages import INVARIANT_COLUMNS
 from jax_memeff.codegen.kernels import fmha_bwd_sm90, fmha_fwd_large_dim_sm90, fmha_fwd_latent_sm90
 from jax_memeff.codegen.kernels.bases.families import LARGE_DIM
 from jax_memeff.codegen.kernels.large_dim import fmha_bwd_large_dim_sm90
@@ -79,6 +81,9 @@ STATED = [
         [block_mask._MOST_EVALUATIONS**0.5],
     ),
     ("docs/guide/serving.md", r"must fit in (\d+) MiB", [strategy._MOST_SEGMENT_BYTES // 2**20]),
+    ("docs/guide/serving.md", r"in segments of (\d+), in ascending", [INVARIANT_COLUMNS]),
+    ("docs/architecture.md", r"absolute multiples of (\d+) and add up", [INVARIANT_COLUMNS]),
+    ("docs/guide/serving.md", r"clips to ±(\d+), the largest", [append.LARGEST_FLOAT8]),
     ("docs/guide/transforms.md", r"more than (2\S+) tokens", [sequences.MOST_POSITIONS]),
     (
         "docs/guide/precision.md",
