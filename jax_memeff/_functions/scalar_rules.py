@@ -151,5 +151,5 @@ def _check_bitcast(source: np.dtype, result: np.dtype) -> None:
     if source.itemsize != result.itemsize or result.itemsize < 4:
         raise NotScalarError(
             f"bitcast_convert_type from {source.name} to {result.name} has no scalar form, because "
-            "programs compute with types of 32 bits or more"
+            "functions are computed in types of 32 bits or more"
         )
