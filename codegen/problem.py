@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from jax_memeff.codegen import arch as archs
 
-# Relative, as in features/ and spec.py: pyright knows the package by two names.
+# Relative, as in features/ and spec.py, because pyright finds the package under two names.
 from . import features as registry
 from .features.feature import Feature, expect_one_of
 

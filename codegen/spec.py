@@ -208,8 +208,8 @@ class Kernel(abc.ABC):
         return True
 
     def adds_linear_scores(self, spec: KernelSpec) -> bool:
-        """Whether a score function that is linear in the difference of key and query is added by
-        the products of scores, or to the exponents. Then it takes no registers of each score.
+        """Whether a score function that is linear in key - query is added by the products of
+        scores, or as a part of the exponents. It then takes no registers for each score.
         """
         return False
 

@@ -86,7 +86,7 @@ def _each_reason(spec: KernelSpec, problem: Problem, strategy: Strategy) -> Iter
 
 
 def has_room(row: Row, problem: Problem) -> bool:
-    """Whether the dims of a row are large enough. Those of most rows of the table are not."""
+    """Whether the dims of a row are large enough, which is false for most rows of the table."""
     return problem.head_dim <= row.padded_head_dim and problem.value_dim <= row.padded_value_dim
 
 

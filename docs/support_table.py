@@ -1,7 +1,7 @@
-"""The support table of README.md, asked of the code generator: ``python docs/support_table.py``.
+"""Writes the support table of README.md from the code generator: ``python docs/support_table.py``.
 
-It stands between ``<!-- support:begin -->`` and ``<!-- support:end -->``; a test fails when it is
-out of date.
+The table is between ``<!-- support:begin -->`` and ``<!-- support:end -->``; a test fails when it
+is out of date.
 """
 
 from __future__ import annotations

@@ -113,9 +113,9 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
     code = 0
     is_backward = options.direction == "backward"
     if options.split_q and not is_backward:
-        raise ValueError(f"expected --split-q with --direction backward, got {options.direction}")
+        raise ValueError(f"--split-q needs --direction backward, got {options.direction}")
     if options.query_rows and options.direction != "forward":
-        raise ValueError(f"expected --query-rows with --direction forward, got {options.direction}")
+        raise ValueError(f"--query-rows needs --direction forward, got {options.direction}")
     for arch in _archs(options):
         problem = _problem(options, arch, options.direction, sums_gradients=is_backward)
         strategy = Strategy(options.query_rows, options.split_q)
@@ -203,11 +203,9 @@ def _build(options: argparse.Namespace, out: Console) -> int:
 def _jobs(options: argparse.Namespace) -> list[Job]:
     if options.models is None:
         if not options.all and (options.dtype is None or options.head_dim is None):
-            raise ValueError(
-                "expected --dtype and --head-dim, or --all for every kernel, or --models"
-            )
+            raise ValueError("expected --dtype and --head-dim, --all for every kernel, or --models")
         if options.value_dim and options.head_dim is None:
-            raise ValueError("expected --value-dim with --head-dim, got it without")
+            raise ValueError("--value-dim needs --head-dim, got only --value-dim")
         return [(spec, arch) for arch in _archs(options) for spec in _specs(options, arch)]
     of_problem = any(
         value != BY_NAME[name].off for name, value in _features(options, False).items()

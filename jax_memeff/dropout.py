@@ -1,4 +1,4 @@
-"""What a user may ask about dropout: the rate that a call gets, and the bits it draws."""
+"""The dropout of a call: the rate after rounding, and the random bits."""
 
 from jax_memeff._call.dropout import keep_mask as keep_mask
 from jax_memeff._call.dropout import realised_rate as realised_rate

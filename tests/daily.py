@@ -28,8 +28,8 @@ MESSAGE = f"JAX_MEMEFF_CLOSURE={CHOICE}"
 
 
 def generator(name: str, days: int = 1) -> random.Random:
-    """A generator that depends on the name of a sample and on the day, or on the cycle of some
-    ``days`` that the day belongs to.
+    """A generator that depends on the name of a sample and on the day. With ``days`` it is the same
+    for so many days in a row.
     """
     return random.Random(f"{name} {CHOICE if TODAY is None or days == 1 else TODAY // days}")
 
@@ -46,7 +46,7 @@ def is_due(index: int, count: int, parts: int, today: int | None = TODAY) -> boo
 
 
 def part(values: Sequence[Value], parts: int) -> list[Value]:
-    """Today's part of the values. Together the days of a cycle have all of them."""
+    """Today's part of the values. The parts of successive days together have all of them."""
     return [value for index, value in enumerate(values) if is_due(index, len(values), parts)]
 
 

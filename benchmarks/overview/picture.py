@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 _COLORS = ("#2171b5", "#e31a1c")
-"""Of cells that are as fast as the fastest peer or faster, and of those that are slower."""
+"""The color of cells at least as fast as the fastest peer, and the color of slower ones."""
 _MARKS = dict(zip(DIRECTIONS, ("o", "^"), strict=True))
 _TICKS = (0.5, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16)
 

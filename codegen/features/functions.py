@@ -203,9 +203,9 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         return adds and sums and (own.mask is None or not own.mask.arrays)
 
     def needs_registers(self, spec: KernelSpec) -> bool:
-        """A paged kernel that classifies whole tiles tests the elements of only a few, behind a
-        branch. A kernel that adds a linear score function to products or exponents has such a
-        branch for unusual numbers.
+        """Whether the functions take registers in the main loop. They do not if they are evaluated
+        behind a branch that few tiles take: a mask function in a paged kernel that classifies whole
+        tiles, or a linear score function that a kernel adds to products or exponents.
         """
         own = spec[self] or AskedFunctions(None, None)
         is_decided = spec.kernel.decides_mask_tiles and spec[PAGES].size > 0

@@ -54,7 +54,7 @@ def soft_cap(program: Program) -> float | None:
 
 
 def _number_at(program: Program, index: int, score: float) -> float | None:
-    """A value at a given score; None if it depends on anything else, or divides by 0."""
+    """The value at a given score; None if it depends on anything else, or is a quotient by 0."""
     value = program.values[index]
     if value.op == "score":
         return score

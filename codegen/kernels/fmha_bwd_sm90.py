@@ -217,13 +217,13 @@ class FmhaBwdSm90(WgmmaBackward):
         reasons = super().reasons(spec, problem, strategy)
         if spec.split_q and not self._splits_q(spec, strategy):
             reasons.append(
-                "several of its CTAs share a KV block (split-Q), and there are KV blocks "
-                "for a whole GPU without that"
+                "several of its CTAs divide the Q blocks of a KV block (split-Q), which this call "
+                "does not need or does not allow"
             )
         elif not spec.split_q and self._splits_q(spec, strategy):
             reasons.append(
-                "each of its CTAs owns a KV block, and there are too few KV blocks for a "
-                "whole GPU without split Q"
+                "each of its CTAs owns a KV block, and there are too few KV blocks to fill the GPU "
+                "without split-Q"
             )
         if _tile(spec).light_functions and not FUNCTIONS.is_light(spec):
             reasons.append(

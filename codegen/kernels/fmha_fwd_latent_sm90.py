@@ -38,9 +38,9 @@ _CLUSTER = 2
 """The CTAs of a cluster."""
 
 _CONSUMERS = 2
-_PARTS = 3
-"""The parts of a buffer of keys that are released separately: the values of each consumer, and the
-rest.
+_COLUMN_GROUPS = 3
+"""The groups of columns of a buffer of keys that are released separately: the values of each
+consumer, and the rest.
 """
 _WORK_STAGES = 4
 _KEY_PART_BYTES = 24
@@ -88,7 +88,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         if problem.asks(FUNCTIONS):
             reasons.append("it has no registers left for functions of scores or masks")
         if spec[PAGES].is_invariant:
-            reasons.append("how it divides the keys depends on the batch")
+            reasons.append("its division of the keys over CTAs depends on the batch")
         return reasons
 
     def consumers(self, spec: KernelSpec) -> int:
@@ -106,13 +106,14 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Queries, two buffers of keys and the probabilities of a KV block; for each row a softmax
         reference and two pairs of sums; barriers: one for each panel of columns of a buffer, each
-        of its parts, and the probabilities of each consumer; and whether pages may be missing.
+        of its column groups, and the probabilities of each consumer; and whether pages may be
+        missing.
         """
         rows, panels = spec.tile.query, spec.padded_head_dim // panel_columns(spec.padded_head_dim)
         stages = _CONSUMERS
         operands = rows * (spec.padded_head_dim + spec.tile.key)
         operands += stages * spec.tile.key * spec.padded_head_dim
-        barriers = stages * (panels + _PARTS + 1)
+        barriers = stages * (panels + _COLUMN_GROUPS + 1)
         return (
             operands * spec.element_bytes
             + rows * (shared_memory.STATISTICS_BYTES + 2 * _CONSUMERS * 4)

@@ -115,7 +115,8 @@ class _Worker:
             pickle.dump(compiler.source(*job), stdin)
             stdin.flush()
             ok, result = pickle.load(stdout)
-        except (EOFError, OSError, pickle.UnpicklingError):  # the last if it ended within a result
+        # UnpicklingError: the process ended while it sent a result.
+        except (EOFError, OSError, pickle.UnpicklingError):
             return CompileError(
                 f"error: the compiler process ended with exit code {self.process.wait()}",
                 nvrtc.versions(),

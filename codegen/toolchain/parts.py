@@ -217,7 +217,7 @@ def searched() -> dict[str, str]:
 
 
 def python_path() -> list[str]:
-    """``sys.path`` without what Python's import ignores, such as a ``Path``."""
+    """The entries of ``sys.path`` that Python's import uses. It ignores a ``Path``, for example."""
     return [entry for entry in sys.path if isinstance(entry, str)]
 
 

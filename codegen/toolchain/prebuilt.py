@@ -143,7 +143,7 @@ def write(path: Path, kernels: Mapping[Source, bytes], compiler: Mapping[str, st
 
 
 def target_of(path: Path) -> Path:
-    """The file that ``path`` leads to, so that a link stays a link."""
+    """The file that ``path`` leads to. Renaming to it keeps a symbolic link."""
     return Path(os.path.realpath(path))
 
 
@@ -229,7 +229,7 @@ def _contents(archive: zipfile.ZipFile) -> Contents:
 
 
 def _printable(value: object) -> str:
-    """Text of an archive in which escape sequences of terminals are written out."""
+    """Text from an archive, escaped so that it cannot control a terminal."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in str(value)

@@ -1,1 +1,1 @@
-"""What the commands of ``python -m jax_memeff`` print and do."""
+"""The commands of ``python -m jax_memeff``."""

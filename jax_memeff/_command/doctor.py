@@ -228,7 +228,7 @@ def _install(machine: Machine) -> str:
 
 
 def _first_steps(machine: Machine) -> tuple[str, ...]:
-    """What to do on a machine on which nothing is missing."""
+    """The next steps on a machine on which nothing is missing."""
     use = "replace jax.nn.dot_product_attention by jax_memeff.dot_product_attention, or call"
     use += " jax_memeff.patch_jax_nn()"
     if machine.devices:

@@ -56,7 +56,7 @@ def timings(arch: str) -> Table:
 
 
 def prebuilt_kernels() -> str:
-    """What the archive of ``JAX_MEMEFF_KERNELS`` has, or why it is not used."""
+    """The contents of the archive of ``JAX_MEMEFF_KERNELS``, or why it is not used."""
     try:
         found = prebuilt.contents()
     except prebuilt.UnusableArchiveError as error:

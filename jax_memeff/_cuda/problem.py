@@ -26,8 +26,8 @@ _DTYPES: dict[str, Dtype] = {
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call as the code generator's features see it. Each feature finds here whether the call asks
-    for it (``asked_by`` in codegen/features).
+    """A call in the form that the features of the code generator read. From it each feature derives
+    whether the call asks for it (``asked_by`` in codegen/features).
     """
 
     operands: Operands
@@ -39,7 +39,7 @@ class Call:
 
     @property
     def direction(self) -> Direction:
-        """What the kernels compute."""
+        """The direction of the kernels: results, gradients or tangents."""
         if self.is_tangent:
             return "tangent"
         return "forward" if self.needs_grad is None else "backward"

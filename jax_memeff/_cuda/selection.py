@@ -40,7 +40,7 @@ def of_types(
             "value": avals.value.shape,
             "scores": avals.scores,
         },
-        where="programs for CUDA have static sizes",
+        where="programs for CUDA need static sizes",
         remedy="export a program for each size, or pass implementation='xla'",
     )
     _require_lengths(avals)
@@ -100,7 +100,7 @@ def _require_lengths(avals: Operands) -> None:
     if longest > MOST_POSITIONS:
         raise UnsupportedError(
             [
-                f"sequences have at most {MOST_POSITIONS} positions in the kernels, got {longest}",
+                f"kernels support at most {MOST_POSITIONS} positions in a sequence, got {longest}",
                 "pass implementation='xla', or split the sequence",
             ]
         )
@@ -115,7 +115,7 @@ def _architectures() -> tuple[str, ...]:
     except RuntimeError:
         raise UnsupportedError(
             [
-                "this process has no CUDA device, so it is unknown what to compile for",
+                "this process has no CUDA device, which would determine what to compile for",
                 "set JAX_MEMEFF_ARCHS, for example to sm_90a",
             ]
         ) from None

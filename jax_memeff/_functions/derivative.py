@@ -35,7 +35,7 @@ def with_derivatives(
         return _with_derivatives(function, function.literals, calls)
     # Literals are arguments of the derivative: here the number of each one is its index.
     program, used = _of_structure(function.structure, len(function.literals))
-    # A derivative has no float literals of its own, except -0.0.
+    # Floats are literals that the derivative itself has added: only -0.0.
     literals = tuple(
         function.literals[number] if isinstance(number, int) else number
         for number in program.literals

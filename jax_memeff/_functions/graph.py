@@ -210,7 +210,7 @@ class Graph:
             if negated[0] and op == "add":
                 return self.add("neg", dtype, (self.add("add", dtype, tuple(inner)),))
             return self.add("sub" if op == "add" else "add", dtype, (left, inner[1]))
-        # The quotient of negated integers differs if one is unsigned or the least of its type.
+        # Not for integers: the quotient differs if one is unsigned, or the least of its type.
         if all(negated) and (op == "mul" or (op == "div" and dtype.startswith("float"))):
             return self.add(op, dtype, tuple(inner))
         if left == right and op in ("max", "min", "and", "or"):

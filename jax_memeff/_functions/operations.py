@@ -58,7 +58,7 @@ def converted_numbers(numbers: np.ndarray, dtype: Any) -> np.ndarray:
         with np.errstate(all="ignore"):
             return numbers.astype(dtype)
     limits, wide = np.iinfo(dtype), numbers.astype(np.float64)
-    # float64 has no largest int64 or uint64, but the numbers next to the limits.
+    # The largest int64 and uint64 are not float64 numbers, but the numbers one above them are.
     is_above, is_below = wide >= float(limits.max) + 1, wide <= float(limits.min) - 1
     inside = np.where(is_above | is_below | np.isnan(wide), 0, wide).astype(dtype)
     least, most = np.asarray(limits.min, dtype), np.asarray(limits.max, dtype)

@@ -90,7 +90,7 @@ def lower(
         args = (graph.add("and", "int32", (args[0], mask)), *args[1:])
     overflows = name in _OVERFLOWS
     if small and name == "shift_right_arithmetic" and operands[0].kind == "u":
-        # Its sign is the highest bit, also of an unsigned integer.
+        # The shift takes the highest bit as the sign, even of an unsigned integer.
         args = (graph.wrapped(args[0], np.dtype(f"int{small}")), *args[1:])
         overflows = True
     value = graph.add(name, dtype, args, kept)
@@ -151,5 +151,5 @@ def _check_bitcast(source: np.dtype, result: np.dtype) -> None:
     if source.itemsize != result.itemsize or result.itemsize < 4:
         raise NotScalarError(
             f"bitcast_convert_type from {source.name} to {result.name} has no scalar form, because "
-            "programs compute with types of 32 bits or more"
+            "functions are computed in types of 32 bits or more"
         )

@@ -80,8 +80,8 @@ def attention_fn(
       dropout_rate: realised as ``floor(256 * rate + 0.5) / 256``: 0.1 becomes 26/256 = 0.1016.
       deterministic: True turns dropout off.
       dtype: of the computation; None infers it from query, key and value.
-      precision: None, ``"highest"``, ``jax.lax.Precision.HIGH`` and so on. Of a pair, the higher
-        one is used. It affects float32 inputs only.
+      precision: None, ``"highest"``, ``jax.lax.Precision.HIGH`` and so on. If it is a pair, the
+        higher one is used. It affects float32 inputs only.
       module: must be None: attention weights are never formed and cannot be sown.
       promote_dtype: casts the tuple (query, key, value) to one dtype, given ``dtype=``.
       is_causal: row ``t`` attends to columns ``s <= t``.

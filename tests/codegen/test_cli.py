@@ -249,7 +249,7 @@ def test_explain_tells_why_each_kernel_is_rejected(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["build", "--dtype", "bf16", "--arch", "sm_80"], "--dtype and --head-dim, or --all"),
+        (["build", "--dtype", "bf16", "--arch", "sm_80"], "--dtype and --head-dim, --all"),
         (["kernels"], "pass --arch sm_90a, or set JAX_MEMEFF_ARCHS"),
         (["kernels", "--arch", "hopper"], "expected the name of a GPU architecture"),
         (["info", "--arch", "sm_1"], "expected the name of a GPU architecture"),

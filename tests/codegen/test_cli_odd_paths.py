@@ -78,8 +78,8 @@ def test_ctrl_c_while_an_archive_is_written_leaves_the_old_one(
     ("arguments", "said"),
     [
         (["--models", "llama"], "expected --models or a problem, not both"),
-        (["--all"], "expected --value-dim with --head-dim"),
-        (["--all", "--dtype", "f16"], "expected --value-dim with --head-dim"),
+        (["--all"], "--value-dim needs --head-dim"),
+        (["--all", "--dtype", "f16"], "--value-dim needs --head-dim"),
     ],
 )
 def test_a_value_dim_is_never_ignored(capsys, monkeypatch, arguments, said):
@@ -112,10 +112,10 @@ def test_a_page_has_at_most_as_many_keys_as_int32_counts(capsys, monkeypatch, co
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--split-q"], "expected --split-q with --direction backward, got forward"),
+        (["--split-q"], "--split-q needs --direction backward, got forward"),
         (
             ["--direction", "backward", "--query-rows", "16"],
-            "expected --query-rows with --direction forward, got backward",
+            "--query-rows needs --direction forward, got backward",
         ),
     ],
 )

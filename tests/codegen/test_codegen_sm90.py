@@ -69,7 +69,7 @@ def test_few_kv_blocks_use_split_q():
     assert "static constexpr bool kSplitQ = true;" in emit.source(spec)
     assert not select.select(problem("backward", arch="sm_90a")).split_q
     (reason,) = support.spec_reasons(spec, problem("backward", arch="sm_90a"))
-    assert reason.startswith("several of its CTAs share a KV block (split-Q)")
+    assert reason.startswith("several of its CTAs divide the Q blocks of a KV block (split-Q)")
     whole = select.select(problem("backward", **hopper))
     (reason,) = support.spec_reasons(whole, problem("backward", **hopper), few)
     assert reason.startswith("each of its CTAs owns a KV block")

@@ -217,9 +217,10 @@ def _compiled(
     directories: Sequence[str],
     digest: bytes = b"",
 ) -> Path:
-    """What g++ makes of the last of files with these texts, from the cache if it is there.
+    """Write files with these texts, and compile the last one by g++; it may include the others.
 
-    The last file may include the others.
+    Returns:
+        The result, from the cache if it is there.
     """
     result = _result(name, sources, options, digest)
     if result.exists():

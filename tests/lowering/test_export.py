@@ -236,7 +236,7 @@ def test_symbolic_sizes_of_paged_calls_are_an_error(function, text):
         jax_memeff.paged_attention: (new, pool, pool),
         jax_memeff.append_to_pages: (pool, pool, new, new),
     }[function]
-    with pytest.raises(UnsupportedError, match="paged calls have static sizes, got ") as caught:
+    with pytest.raises(UnsupportedError, match="paged calls need static sizes, got ") as caught:
         export(function, *arrays, table, lengths)
     assert "one for the largest" in str(caught.value)
 

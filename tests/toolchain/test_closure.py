@@ -34,7 +34,9 @@ pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 COVERED = "sm_90a"
 COVERED_IN = 5
-"""Days in which the samples of that architecture have every module and every feature."""
+"""The number of days after which the samples of that architecture have had every module and every
+feature.
+"""
 DIMS_DRAWN = 4
 LARGEST_SPILL = 64
 """A tile that spills more than a few registers per thread is wrong, however fast it was
@@ -69,7 +71,7 @@ def sample(arch):
 
 @functools.cache
 def covering_sample():
-    """Kernels of Hopper that have each module and feature. All days of a cycle share them."""
+    """Hopper kernels that have every module and feature; the same for ``COVERED_IN`` days."""
     specs = list(select.closure(COVERED, dims=[*select.CLOSURE_DIMS, *ODD_DIMS]))
     if daily.EVERYTHING:
         return specs

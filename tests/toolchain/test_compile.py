@@ -326,7 +326,7 @@ def test_a_process_that_ends_within_a_result_is_an_error(cache, monkeypatch, tmp
 
 
 def test_a_path_object_in_the_path_of_modules(cache, monkeypatch, tmp_path, nothing_found):
-    """Python's import ignores it, and so do the search for the toolchain and its processes."""
+    """Python's import ignores it; so must the search for the toolchain, and the processes."""
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     worker = parallel._Worker()
     worker.close()

@@ -278,7 +278,7 @@ def test_a_kernel_with_another_description_is_a_miss(archive, kind):
     assert look_up(MISDESCRIBED[kind]) is None
 
 
-def test_what_an_archive_says_of_itself_is_no_command_of_a_terminal(archive):
+def test_text_of_an_archive_cannot_control_the_terminal(archive):
     escape = "\x1b]0;title\x07"
     manifest = {"jax_memeff": escape, "headers": "", "compiler": {escape: escape}}
     with zipfile.ZipFile(archive, "w") as new:

@@ -17,6 +17,7 @@ import together
 
 from jax_memeff.codegen import select
 from jax_memeff.codegen.features import AskedPages
+from jax_memeff.codegen.kernels import fmha_bwd_sm90
 from jax_memeff.codegen.kernels.bases.families import WARPGROUP_ROWS, WARPGROUP_THREADS
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec
@@ -39,8 +40,8 @@ GRADIENTS = [
     for needs_grad in itertools.combinations(SPEC_GRADIENTS, count)
 ]
 GRADIENTS_DRAWN = 1
-BACKWARD_SPILL = 12
-"""Bytes, as many as the row of head dim 64 with all gradients may spill."""
+BACKWARD_SPILL = fmha_bwd_sm90.TILES[64][0].spill_bytes
+"""In bytes. Kernels of other head dims and gradients may spill as much as this row."""
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def kernels(tmp_path_factory, selected):
     """The compiled kernels of today by their specs."""
     directory = tmp_path_factory.mktemp("machine_code")
     names = [call["kind"] for call in selected if "kind" in call]
-    # In the same order in each process, which finds what another one has compiled.
+    # The same order in each process, so that each finds what another one has compiled.
     specs = dict.fromkeys(spec for name in names for spec in KINDS[name].specs)
     found = {}
     for batch, compiled in together.compiled(specs, "sm_90a"):

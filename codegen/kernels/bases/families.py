@@ -243,7 +243,9 @@ class WgmmaKernel(Kernel):
         if by_groups and strategy.query_rows != "consumer_groups":
             reasons.append("its consumer groups are for few work tiles whose keys are not long")
         elif not by_groups and strategy.query_rows is not None and can_split:
-            reasons.append("it does not split the keys, and without splits work tiles are too few")
+            reasons.append(
+                "it does not split the keys, and the work tiles alone do not fill the GPU"
+            )
         smaller = min(spec.padded_head_dim, spec.padded_value_dim)
         if 2 * max(problem.head_dim, problem.value_dim) <= smaller:
             reasons.append("half of its columns would be padding")

@@ -73,9 +73,9 @@ class FmhaFwdSplitSm80(MmaKernel):
         if (strategy.query_rows or spec[PAGES].is_float8) and spec.tile.query < rows:
             reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
         if _groups_take_segments(spec) and problem.asks(FUNCTIONS):
-            reasons.append("its warps take different segments, and decide on KV blocks together")
+            reasons.append("its warps have different segments, and functions need a common one")
         if _groups_take_segments(spec) and spec[PAGES].is_float8:
-            reasons.append("its warps take different segments, of keys of 16 bits")
+            reasons.append("its warps have different segments, which it supports for 16 bits only")
         return reasons + super().reasons(spec, problem, strategy)
 
     def completed(self, spec: KernelSpec, problem: Problem, strategy_: Strategy) -> KernelSpec:

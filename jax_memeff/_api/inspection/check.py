@@ -46,8 +46,8 @@ def check(
     - ``offsets`` must be in range (the call itself would clamp the positions);
     - query, key and value must be finite within the lengths (beyond them they may hold anything);
     - bias must hold neither NaN nor +inf within the lengths;
-    - a query's segment id must be one of the keys' of its batch index, within the lengths, or
-      negative (the call itself would give 0 for that row).
+    - a query's segment id must be negative, or the id of a key within the lengths of the same batch
+      index (the call itself would give 0 for that row).
 
     Raises:
         ValueError: A value is wrong; the message names the argument, the index and the value.
@@ -173,8 +173,8 @@ def _rows_in_use(operands: Operands, side: str) -> np.ndarray:
 def _segments(operands: Operands) -> None:
     """Refuse queries whose ids no key of their batch index has.
 
-    Large ids become several pairs, and so do several masks. A key within the lengths must match in
-    all of them.
+    Large ids, and several masks, become several pairs of arrays. A key must match in all of them,
+    and lie within the lengths.
     """
     query_ids, key_ids = (
         np.stack([np.asarray(ids) for ids in side], -1)

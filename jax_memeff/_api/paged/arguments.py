@@ -84,7 +84,7 @@ def static_sizes(**arrays: jax.Array) -> None:
     """Raise ``UnsupportedError`` if ``jax.export`` has made a size of these arrays symbolic."""
     values.require_static(
         {name: array.shape for name, array in arrays.items()},
-        where="paged calls have static sizes",
+        where="paged calls need static sizes",
         remedy="export a program for each size, or one for the largest: lengths may be 0",
     )
 

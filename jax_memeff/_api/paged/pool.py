@@ -283,5 +283,7 @@ def _length(tokens: int) -> int:
 def _count(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
     number = size(name, value, least, most=None, instead="the pool is on the host")
     if most is not None and number > most:
-        raise ValueError(f"{name} must be at most {most}, got {number}: page tables are int32")
+        raise ValueError(
+            f"{name} must be at most {most}, got {number}: page tables and kv_lengths are int32"
+        )
     return number

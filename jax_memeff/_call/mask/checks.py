@@ -118,7 +118,7 @@ def _block_mask(levels: Any, scores: Scores) -> None:
 
 
 def _or_1(size: int) -> str:
-    """The sizes that a dim may have."""
+    """The sizes that a dim may have, for a message."""
     return "1" if size == 1 else f"{size} or 1"
 
 

@@ -132,7 +132,7 @@ class Call:
 
     def defined_gradients(self, out_gradient: np.ndarray) -> tuple[Any, Any]:
         """The gradients of query, key and value by their definition, in float64, and the root of
-        the sum of squares of the terms of each. Of a steep head, terms are large and cancel.
+        the sum of squares of the terms of each. The terms of a steep head are large and cancel.
         """
         arrays, (weights, _) = self.expanded(), self.weights()
         weight_gradient = np.einsum("btnh,bsnh->bnts", out_gradient, arrays["value"])

@@ -230,7 +230,7 @@ def test_elements_that_are_not_valid_have_no_derivative():
 
 
 def test_a_derivative_of_minus_zero_is_no_number_of_the_function(assert_close):
-    """The derivative of ``s / -inf`` is -0.0, the only float that is a literal of its own."""
+    """The derivative of ``s / -inf`` is -0.0, the only float literal that a derivative adds."""
 
     def function(s, b, h, q, k):
         return 3.7 * k + s / -jnp.inf

@@ -16,7 +16,7 @@ from paging import paged_attention
 from jax_memeff import Mask
 
 SIZE = 64
-"""Of pages; a multiple of the tile's keys at head dim 128."""
+"""The page size, a multiple of the tile's keys at head dim 128."""
 
 
 def _tree(b: Any, h: Any, q: Any, k: Any, first: Any) -> Any:

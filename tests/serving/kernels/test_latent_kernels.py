@@ -167,7 +167,7 @@ def test_one_kernel_for_every_strategy(query_rows):
         (latent(dims=(640, 512)), "head_dim 640 is above its 576"),
         (
             latent(pages=AskedPages(64, is_latent=True, is_invariant=True)),
-            "how it divides the keys depends on the batch",
+            "its division of the keys over CTAs depends on the batch",
         ),
     ],
     ids=str,

@@ -161,7 +161,7 @@ struct FmhaBackwardSm90 {
       return {item.batch, head, tile * kTileQuery, column};
     }
 
-    // This head if it has a Q block, else the next one that has, if any.
+    // The first head from `head` on that has a Q block, or the end of the group.
     CUTE_DEVICE int head_with_blocks(BackwardParams const& params, int head) const {
       if constexpr (Config::kBlockMask) {
         while (head < (item.head + 1) * params.shape.group && row_of_blocks(params, head).empty()) {
@@ -288,8 +288,8 @@ struct FmhaBackwardSm90 {
   using Consumer = BackwardConsumerSm90<Config, FmhaBackwardSm90>;
   using Epilogue = BackwardEpilogueSm90<Config, FmhaBackwardSm90>;
 
-  // What a score function reads while S and dP run. Within the basic block that issues them, ptxas
-  // would delay their last wgmmas until the addresses have been loaded.
+  // The reads of a score function, which overlap S and dP. A redundant wait separates them from the
+  // wgmmas: in one basic block ptxas delays the last wgmmas until the addresses have been loaded.
   CUTE_DEVICE static FunctionReads read_ahead(BackwardParams const& params, Control& control,
                                               Stage const& stage, ScoreTilePosition const& at) {
     KeptBlocks::end_basic_block(control.out_gradient, stage);

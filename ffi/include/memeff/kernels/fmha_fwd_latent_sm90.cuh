@@ -11,19 +11,21 @@
 //   warpgroup 0 | S(0) softmax P(0) V(0)        P(1) V(1)  S(2) softmax P(2) V(2) ...
 //   warpgroup 1 |        S(1)       P(0) V(0)  softmax  P(1) V(1)        P(2) V(2)  S(3) ...
 //
-// While one computes its softmax, the tensor cores multiply for the other. Both accumulate the KV
-// blocks in the same order and with the same softmax reference, which is passed along with the
-// probabilities. FlashMLA (DeepSeek, 2025) introduced this schedule and rescales a block's
-// probabilities in shared memory. Here the reference has slack (collective/softmax/online.cuh), so
-// each warpgroup rescales its own output instead, and only rarely.
+// While one computes its softmax, the tensor cores multiply for the other. S(b) begins before
+// P(b - 1) V(b - 1) of the other warpgroup's block and ends after it, because some of its keys
+// arrive later. Both accumulate the KV blocks in the same order and with the same softmax
+// reference, which is passed along with the probabilities. FlashMLA (DeepSeek, 2025) introduced
+// this schedule and rescales a block's probabilities in shared memory. Here the reference has slack
+// (collective/softmax/online.cuh), so each warpgroup rescales its own output instead, and only
+// rarely.
 //
 // 64 rows of queries and two buffers of keys take 216 KB, which leaves no room for a third. Instead
-// the three parts of a buffer are released separately: the two halves of the value columns, each by
-// the warpgroup that multiplies them, and the other columns, which only scores need. The parts of
-// the next KV block arrive while the rest is read.
+// three column groups of a buffer are released separately: the two halves of the value columns,
+// each by the warpgroup that multiplies them, and the other columns, which only scores need. So
+// columns of the next KV block arrive while others of this one are still read.
 //
-// L2 delivers less than all SMs ask for. So two CTAs form a cluster, and if both compute row tiles
-// of the same sequence, each copies half of the keys to both.
+// The bandwidth of L2 is too small for one copy of the keys per SM. So two CTAs form a cluster, and
+// if both compute row tiles of the same sequence, each copies half of the keys to both.
 #pragma once
 
 #include <memeff/arch/cluster.cuh>
@@ -75,23 +77,23 @@ struct FmhaForwardLatentSm90 {
   using ProbabilityTile = SharedTile<kTileQuery, kTileKey>;
   static_assert(kTileQuery == kTileKey && KeyTile::kPanelBytes == PanelTile::kBytes);
 
-  // A buffer of keys is released in parts. Parts 0 and 1 are the value columns of the consumers.
-  static constexpr int kParts = 3;
+  // A buffer of keys is released by column groups. Groups 0 and 1 are the consumers' value columns.
+  static constexpr int kColumnGroups = 3;
   static constexpr int kPanels = KeyTile::kPanels;
   static constexpr int kValuePanels = ValueTile::kPanels;  // per consumer
-  CUTE_HOST_DEVICE static constexpr int part_begin(int part) { return part * kValuePanels; }
-  CUTE_HOST_DEVICE static constexpr int part_end(int part) {
+  CUTE_HOST_DEVICE static constexpr int group_begin(int part) { return part * kValuePanels; }
+  CUTE_HOST_DEVICE static constexpr int group_end(int part) {
     return part < kWarpgroups ? (part + 1) * kValuePanels : kPanels;
   }
-  static_assert(kPanels > part_begin(kWarpgroups));
+  static_assert(kPanels > group_begin(kWarpgroups));
 
   // A KV block occupies the buffer of the consumer that owns its scores, so buffers alternate.
   static constexpr int kStages = kWarpgroups;
-  // The barriers of a buffer of keys: one per panel that arrives, and one per part that is
+  // The barriers of a buffer of keys: one per panel that arrives, and one per column group that is
   // released.
   struct KeyBarriers {
     uint64_t full[kPanels];
-    uint64_t empty[kParts];
+    uint64_t empty[kColumnGroups];
   };
 
   static constexpr int kCluster = Config::kCluster;  // CTAs
@@ -131,7 +133,7 @@ struct FmhaForwardLatentSm90 {
       for (uint64_t& barrier : control.keys[stage].empty) init_barrier(barrier, kWarps * sharers);
       init_barrier(control.probabilities[stage], kWarps);
     }
-    control.work.init(kWarpgroups * kWarps + kParts);
+    control.work.init(kWarpgroups * kWarps + kColumnGroups);
     control.may_miss_pages = false;
     fence_barrier_init();
   }
@@ -154,7 +156,7 @@ struct FmhaForwardLatentSm90 {
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       int const warp = (int(threadIdx.x) - kConsumers) / kWarpSize;
-      if (warp == kParts) {
+      if (warp == kColumnGroups) {
         Producer::produce_parts(params, control);
       } else if (threadIdx.x % kWarpSize == 0) {
         Producer::produce_keys(params, maps.key, control, tiles, warp, sharers);
@@ -163,7 +165,7 @@ struct FmhaForwardLatentSm90 {
       raise_registers<kConsumerRegisters>();
       Consumer::run(params, control, tiles, sharers);
     }
-    // Hazard: the others of the cluster still arrive at the barriers of this CTA.
+    // Hazard: this CTA must not end while the other one may still arrive at its barriers.
     __syncwarp();
     arrive_cluster();
     wait_cluster();

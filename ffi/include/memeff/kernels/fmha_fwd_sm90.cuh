@@ -74,9 +74,8 @@ struct FmhaForwardSm90 {
   using OutGrid = Grid<Config::kValueDim>;
   static constexpr bool kCapped = Config::kSoftCap && !Config::kBias && !Config::kRowMaxima &&
                                   cute::is_same_v<Element, cutlass::bfloat16_t>;
-  // Comparing the bits of floats as integers orders negative numbers wrongly, and with a bias a
-  // whole row may stay negative. Above 128 columns a KV block has too few scores for the branch to
-  // pay off.
+  // The bits of negative floats have the wrong order as integers, and with a bias all scores of a
+  // row may be negative. Above 128 columns a KV block has too few scores for the branch to pay off.
   static constexpr bool kIntegerMaximum = !Config::kBias && Config::kValueDim <= 128;
   using Softmax =
       OnlineSoftmax<1, kIntegerMaximum, has_large_scores<Config>(), kCapped, Config::kRowMaxima>;

@@ -8,8 +8,9 @@
 //
 //   | cost | blocks of item 0 | cost | blocks of item 1 | ...
 //
-// Each group of CTAs has an equal part of the line. The parts of an item that is cut are partial
-// results: a group has at most two, at the two ends of its part of the line.
+// Each group of CTAs gets an equal stretch of the line. If a stretch ends within an item, the item
+// is cut into parts, whose results are partial: a group has at most two, at the ends of its
+// stretch.
 #pragma once
 
 #include <memeff/core/common.cuh>
@@ -124,8 +125,8 @@ class BalancedKeys {
     CUTE_DEVICE int units() const { return range_size() == 0 ? 0 : range_size() + kItemCost; }
   };
 
-  // A divisor of the row tiles, so that no CTA of a group is idle. An even one lets a cluster share
-  // its copies.
+  // A divisor of the row tiles, so that no CTA of a group is idle, and even if possible, so that
+  // clusters of two share their copies.
   CUTE_DEVICE static int row_tiles_together(int tiles, int ctas) {
     int const together = tiles % 4 == 0 ? 4 : tiles % 2 == 0 ? 2 : tiles % 3 == 0 ? 3 : 1;
     return together <= ctas ? together : 1;
@@ -138,9 +139,9 @@ class BalancedKeys {
     return range.begin < range.end ? range : TileRange{0, 0};
   }
 
-  // x / y rounded down, for x + y < 2^52: the rounded quotient of doubles cannot reach the next
-  // integer. The kernel cannot begin before it knows its parts, and an integer division of 64 bits
-  // is a long function.
+  // x / y rounded down, for x + y < 2^52: the quotient in double cannot be rounded up to the next
+  // integer. An integer division of 64 bits is a long function, and no copy can begin before it has
+  // ended.
   CUTE_DEVICE static long long quotient(long long x, long long y) {
     return (long long)(double(x) / double(y));
   }

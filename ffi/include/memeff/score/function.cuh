@@ -80,8 +80,8 @@ struct ScoreFunction<Config, Grid, kTransposed, kPackHeads, true> {
   }
 };
 
-// ScoreFunction in a kernel that performs reads along diagonals while a product runs, because they
-// take hundreds of cycles. forward() needs `reads`.
+// ScoreFunction for kernels that start its reads along diagonals while a product runs, because they
+// take hundreds of cycles. If there are any, forward() needs `reads`.
 template <class Config, class Grid, bool kTransposed = false,
           bool kOn = has_diagonal_reads<Config>()>
 struct ScoreFunctionWithReads : ScoreFunction<Config, Grid, kTransposed> {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jax_memeff._call.mask.mask import Mask
 
 MOST_ELEMENTS = 512
-"""The most rows, and the most columns, that a picture holds. If there are more, it samples this
+"""The most rows, and the most columns, of a picture. If a mask has more, the picture samples this
 many, evenly spaced."""
 
 MOST_TILES = 2**26

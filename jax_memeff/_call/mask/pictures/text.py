@@ -102,7 +102,7 @@ def _values(picture: Picture, values: np.ndarray) -> tuple[list[str], str]:
     if not valid.any():
         return [" ·" * own.shape[1]] * own.shape[0], "all elements are masked"
     low, high = float(own[valid].min()), float(own[valid].max())
-    # Half of the numbers, because their differences may overflow.
+    # Halved, because the difference of two floats may overflow.
     above_low = np.where(valid, own, low) / np.float64(2) - low / 2
     scaled = above_low / (high / 2 - low / 2 or 1)
     levels = np.minimum((scaled * len(_LEVELS)).astype(int), len(_LEVELS) - 1)

@@ -12,7 +12,7 @@ namespace memeff {
 
 // The right operand is a constant. Its row for a column c of the KV block is [c, c, c, 0, 0, ...],
 // 16 numbers, which 16 bits represent exactly. The left operand has the parts of the slope in each
-// row. One step of a product takes as long as 16 columns of queries and keys.
+// row. The product takes as long as 16 more columns of queries and keys would.
 template <class Config, bool kOn = Config::kLinearScores>
 struct ColumnProduct {
   static constexpr int kBytes = 0;

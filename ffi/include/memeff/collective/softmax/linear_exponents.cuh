@@ -37,8 +37,8 @@ struct LinearExponents<Config, Grid, true> {
                                 Config::kScoreLiterals>;
   static_assert(!Config::kBias && !Config::kSoftCap && Grid::kRowBlocks == 1);
 
-  // Bounds on slopes and scales that keep all terms finite and the sign of the scores. Beyond them,
-  // and if the slope is NaN, scores are evaluated one by one.
+  // Within these bounds all terms are finite, and the scale keeps the sign of the scores. Beyond
+  // them, and if the slope is NaN, scores are evaluated one by one.
   static constexpr float kMostSlope = 0x1p60f;
   static constexpr float kLeastScale = 0x1p-60f;
   static constexpr float kMostScale = 0x1p60f;
@@ -48,7 +48,8 @@ struct LinearExponents<Config, Grid, true> {
     float slope;
     float first;  // slope times the difference of key and query at the lane's first element
 
-    // See CompleteScores. The part of the column comes first: then a lane's two rows share it.
+    // See CompleteScores. The term of the column is added first, so that a lane's two rows share
+    // the result.
     CUTE_DEVICE float logsumexp(float of_column, int element, int n) const {
       // Distances from the lane's first element, which are constants for lane 0.
       int const query = Grid::element_column(element, n, 0u) - Grid::element_column(0, 0, 0u);
@@ -57,7 +58,7 @@ struct LinearExponents<Config, Grid, true> {
     }
   };
 
-  float slope;  // of an exponent; NaN if scores are evaluated one by one
+  float slope;  // times softmax_scale; NaN if scores are evaluated one by one
 
   CUTE_DEVICE LinearExponents(BackwardParams const& params, int batch, int head) {
     float const own = OfTile(params, {batch, head, 0, 0}).slope();

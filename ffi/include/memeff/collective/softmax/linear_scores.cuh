@@ -60,10 +60,10 @@ struct LinearScores<Config, true> {
                                 Config::kScoreLiterals>;
   static_assert(!Config::kBias && !Config::kSoftCap && sizeof(Element) == 2);
 
-  // Bounds on slopes, scales and distances, within which usual calls stay. Then the slope of a
-  // product is finite in float16, scores without the shift have an error below 2e-4, and the
-  // rounded reference of a row is close to its maximum. Otherwise, and if the slope is NaN, scores
-  // are evaluated one by one.
+  // Bounds on slopes, scales and distances. Within them the slope of a product is finite in
+  // float16, scores without the shift have an error below 2e-4, and the rounded reference of a row
+  // is close to its maximum. Scores beyond the bounds, or with a slope of NaN, are evaluated one by
+  // one. docs/guide/precision.md states the bounds.
   static constexpr float kMostSlope = 8.0f;
   static constexpr float kLeastScale = 0x1p-12f;
   static constexpr float kMostScale = 16.0f;

@@ -263,8 +263,8 @@ struct OnlineSoftmax {
     return reference;
   }
 
-  // follow() for all rows of scores that are large only if they are complete. Other scores take no
-  // instruction for large references.
+  // follow() for all rows. Scores that lack a shift are small, so only complete scores need the
+  // instructions for large references.
   template <class Scores, class Shift>
   CUTE_DEVICE void follow_shifted(Scores& scores, float const (&greatest)[kRows],
                                   float softmax_scale, Shift const& shift, float (&products)[kRows],
@@ -289,7 +289,7 @@ struct OnlineSoftmax {
     subtract_large(scores, references);
   }
 
-  // Subtracts the scores of large references from their rows. Few rows of most calls have one.
+  // Subtracts the scores of large references from their rows. In most calls few rows have one.
   template <class Scores>
   CUTE_DEVICE static void subtract_large(Scores& scores, Reference const (&references)[kRows]) {
     bool large = false;

@@ -20,8 +20,8 @@ struct NoShift {
   CUTE_DEVICE static float exponent(float product) { return -product; }
 };
 
-// The scores lack slope * distance. Then they are small themselves, because the products of a call
-// are, and so are 128 slopes. With `is_complete` the slope is 0, and scores may be large.
+// The scores lack slope * distance. They are small without it: they are the products of a call and
+// at most 128 times the slope. With `is_complete` the slope is 0, and scores may be large.
 struct ColumnShift {
   static constexpr bool kIsOn = true;
 

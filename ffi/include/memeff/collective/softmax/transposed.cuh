@@ -45,9 +45,11 @@ using Logsumexps = StatisticAhead<Grid, kAhead, &QuadStatistics::load_logsumexps
 template <class Grid, int kAhead>
 using Deltas = StatisticAhead<Grid, kAhead, &QuadStatistics::load_deltas<Grid>>;
 
-// Scores that contain all their modifiers; others are LinearExponents (linear_exponents.cuh).
+// For scores that contain all their modifiers. LinearExponents (linear_exponents.cuh) has a
+// counterpart for scores that lack some.
 struct CompleteScores {
-  // The logsumexp of a column less the part of an element's exponent that its score lacks.
+  // The logsumexp to subtract from an element's score: that of its column, minus the terms that the
+  // score lacks.
   CUTE_DEVICE static float logsumexp(float of_column, int, int) { return of_column; }
 };
 

@@ -72,7 +72,7 @@ class FunctionOfTile {
     });
   }
 
-  // for_each() for these rows with what read_diagonals() has returned.
+  // for_each() for these rows; `reads` is the result of read_diagonals().
   template <class Grid, bool kTransposed, class Reads, class Scores, class Use>
   CUTE_DEVICE void for_each_in_rows(int m, Reads const& reads, Scores& scores, Use use) const {
     constexpr int kChunks = 2 * Grid::kColumnBlocks;

@@ -38,13 +38,12 @@ struct ForwardMainLoopSm90 {
   static constexpr int kTileQuery = Kernel::kTileQuery;
   static constexpr bool kOutputFirst = Config::kOutputFirst;
   static_assert(!kOutputFirst || !Operands::kSequential);
-  // Whether lanes release buffers under a predicate or after a branch. The branch ends a basic
-  // block, which costs 3 % at head dim 128 with kOutputFirst. Without it kernels without
-  // kOutputFirst lose 25 %.
+  // Whether lanes release buffers under a predicate, not after a branch. The branch ends a basic
+  // block, which costs 3 % at head dim 128 with kOutputFirst. But without kOutputFirst, kernels
+  // without the branch are 25 % slower.
   static constexpr bool kReleasesByPredicate = kOutputFirst;
 
-  // The modifiers of the probabilities of a KV block, and the reads of its score function, which
-  // are computed while products run.
+  // The results of compute_ahead() for a KV block.
   struct Ahead {
     KeptBlocks kept;
     FunctionReads reads;
@@ -259,7 +258,8 @@ struct ForwardMainLoopSm90 {
     commit_products();
   }
 
-  // Computes what modifies probabilities and scores while the products that have begun run.
+  // Computes the modifiers of probabilities and the reads of a score function while products run.
+  // The redundant waits keep ptxas from mixing them with the wgmmas before or the code after.
   CUTE_DEVICE static Ahead compute_ahead(ForwardParams const& params, Control& control,
                                          Position const& at, WorkItem const& item, int tile) {
     if constexpr (Probabilities::kIsEarly || FunctionReads::kAny) {
@@ -281,7 +281,7 @@ struct ForwardMainLoopSm90 {
   }
 
   // Applies soft cap, function, bias and masks: afterwards the scores are ready for the softmax.
-  // Their operands are released already.
+  // The operands of the scores have already been released.
   template <class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
                                  WorkItem const& item, int tile, Blocks const& range,

@@ -177,7 +177,7 @@ struct DkdvSm90 {
 
   using ScoreOperand = RegisterOperand<1, kTileQuery / 16, sizeof(Element)>;
 
-  // Clears rows beyond a length, which may hold NaN that would reach dk and dv. Each tile has one
+  // Clears rows beyond a length: they may hold NaN, which would reach dk and dv. Each tile has one
   // reader, which clears it.
   template <class Tile>
   CUTE_DEVICE static void clear_beyond(uint32_t tile, int first, int warpgroup) {

@@ -27,7 +27,6 @@ struct RegisterDqSumsSm90 {
     Semaphore::init(params, control, consumer_warps);
   }
 
-  // The work of the CTA.
   CUTE_DEVICE static WorkItem item(BackwardParams const& params, Control const& control) {
     return Semaphore::item(params, control);
   }

@@ -46,7 +46,7 @@ struct LargeDimCluster {
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid, kOwnsKeys>>;
   using Operand = RegisterOperand<1, kRows / 16, sizeof(Element)>;
 
-  // A cluster passes over the other rows in panels of 64 columns.
+  // The other rows arrive in panels of 64 columns.
   using Panel = SharedTile<kRows, 64>;
   static constexpr int kStatisticsBytes = kRows * int(sizeof(float2));
   static constexpr int kMostBlocks = Config::kStages;  // that have panels in a ring

@@ -30,8 +30,8 @@ struct LatentConsumerSm90 {
   using ValueTile = typename Kernel::ValueTile;
   static constexpr int kKeySteps = Config::kTileKey / 16;
   static constexpr int kPanelSteps = PanelTile::kColumns / 16;
-  static constexpr int kOtherColumns = Kernel::kParts - 1;  // the part without values
-  static constexpr int kOthers = Kernel::kPanels - Kernel::part_begin(kOtherColumns);
+  static constexpr int kOtherColumns = Kernel::kColumnGroups - 1;  // the group without values
+  static constexpr int kOthers = Kernel::kPanels - Kernel::group_begin(kOtherColumns);
   static constexpr int kOwnPanels = kOthers + Kernel::kValuePanels;  // without the other's values
   static constexpr int kTileKey = Kernel::kTileKey;
   static constexpr int kTileQuery = Kernel::kTileQuery;
@@ -77,8 +77,8 @@ struct LatentConsumerSm90 {
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(output);
     Softmax softmax;
-    // Hazard: the other consumer must have read the queries of the part before. It has passed the
-    // barrier of add_row_sums().
+    // Hazard: the other consumer must have read the queries of the previous part. It has, because
+    // it has passed the barrier of add_row_sums().
     Kernel::Queries::load(params, part, mask.query_length, tiles);
     commit_copies();
     wait_copies<0>();
@@ -86,8 +86,8 @@ struct LatentConsumerSm90 {
     named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
     bool const starts = at.next == at.warpgroup;
     at.next ^= (part.end - part.begin) & 1;
-    // The range is uniform over the warp. The shuffles show that to the compiler, which else
-    // computes matrix descriptors in vector registers: 168 R2UR for each KV block.
+    // The range is uniform over the warp; the shuffles make that visible to the compiler. Without
+    // them it computes matrix descriptors in vector registers: 168 R2UR for each KV block.
     int block = __shfl_sync(0xffffffffu, part.begin, 0);
     int const end = __shfl_sync(0xffffffffu, part.end, 0);
     if (starts) {
@@ -108,10 +108,10 @@ struct LatentConsumerSm90 {
                           at.warpgroup * Kernel::kColumns, softmax, output);
   }
 
-  // Adds a KV block whose scores this consumer owns, and with kFollows the previous one, which
-  // belongs to the other consumer and is added between two parts of the scores. The second part
-  // needs panels that the other consumer released last, so they arrive last. Earlier this consumer
-  // would begin with its scores, later it would keep the other's buffer for longer.
+  // Adds a KV block whose scores this consumer owns, and with kFollows the other consumer's block
+  // before it. That one is added while the scores are half done: the panels for their second half
+  // arrive last, because the other consumer released them last. Added before the scores, it would
+  // delay them; added after them, it would occupy the other consumer's buffer for longer.
   //
   // Hazard: kFollows must be a compile-time constant, because ptxas serializes products if a branch
   // separates them from the wait for other products.
@@ -140,8 +140,9 @@ struct LatentConsumerSm90 {
     multiply_own_values(control, tiles, at, probabilities, output);
   }
 
-  // Starts the products [begin, end) of S = Q K^T of a KV block in this consumer's buffer, a panel
-  // each as it arrives, beginning with those that this consumer has released itself.
+  // Starts the products [begin, end) of S = Q K^T of the KV block in this consumer's buffer. Each
+  // product reads one panel, as soon as it has arrived. The panels that this consumer has released
+  // itself come first.
   template <class Scores>
   CUTE_DEVICE static void add_scores(Control& control, uint32_t tiles, Position const& at,
                                      int begin, int end, Scores& scores) {
@@ -152,8 +153,8 @@ struct LatentConsumerSm90 {
     for (int i = begin; i < end; ++i) {
       // The columns without values are the last ones.
       int const value_panel =
-          (i - kOthers + at.warpgroup * Kernel::kValuePanels) % Kernel::part_begin(kOtherColumns);
-      int const panel = i < kOthers ? Kernel::part_begin(kOtherColumns) + i : value_panel;
+          (i - kOthers + at.warpgroup * Kernel::kValuePanels) % Kernel::group_begin(kOtherColumns);
+      int const panel = i < kOthers ? Kernel::group_begin(kOtherColumns) + i : value_panel;
       wait_barrier(barriers.full[panel], at.own_parity);
       begin_products();  // after each wait, else ptxas (CUDA 13.0) injects it (C7519)
       warpgroup_gemm<Element, kPanelSteps>(
@@ -179,7 +180,7 @@ struct LatentConsumerSm90 {
     bool const clears =
         reads_beyond<Config>(mask.key_length, column + kTileKey, params.shape.key_length);
     if (clears) {
-      // Hazard: clear the value columns only. The part with the other columns is already released.
+      // Hazard: clear the value columns only. The other columns are already released.
       clear_rows<SharedTile<kTileKey, Config::kValueDim>, kWarpgroupSize>(
           Kernel::keys(tiles, at.warpgroup), max(mask.key_length - column, 0));
     }
@@ -233,9 +234,11 @@ struct LatentConsumerSm90 {
     at.other_parity ^= 1;
   }
 
-  // Releases a part of a buffer in all CTAs that share its keys. All lanes of a warp call it.
-  CUTE_DEVICE static void release_keys(Control& control, Position const& at, int buffer, int part) {
-    if (at.releases >= 0) arrive_cluster_barrier(control.keys[buffer].empty[part], at.releases);
+  // Releases a column group of a buffer in all CTAs that share its keys. All lanes of a warp call
+  // it.
+  CUTE_DEVICE static void release_keys(Control& control, Position const& at, int buffer,
+                                       int group) {
+    if (at.releases >= 0) arrive_cluster_barrier(control.keys[buffer].empty[group], at.releases);
     random_sleep();
   }
 

@@ -1,5 +1,5 @@
-// Writes the output of a part in kernels/fmha_fwd_latent_sm90.cuh: results, or partial results that
-// kernels/forward/latent/combine.cuh adds up.
+// Writes the output of a part (KeyPart) in kernels/fmha_fwd_latent_sm90.cuh: results, or partial
+// results that kernels/forward/latent/combine.cuh adds up.
 #pragma once
 
 #include <memeff/collective/epilogue.cuh>

@@ -1,5 +1,5 @@
 // The producer warpgroup of kernels/fmha_fwd_latent_sm90.cuh: a warp plans the work of the CTA, and
-// one thread for each part of the columns copies keys.
+// one thread for each column group copies keys.
 #pragma once
 
 #include <memeff/arch/cluster.cuh>
@@ -12,7 +12,8 @@
 
 namespace memeff {
 
-// The kernel calls produce_parts() with one warp, and produce_keys() with one thread per part.
+// The kernel calls produce_parts() with one warp, and produce_keys() with one thread per column
+// group.
 template <class Config, class Kernel>
 struct LatentProducerSm90 {
   using Element = typename Config::Element;
@@ -41,8 +42,8 @@ struct LatentProducerSm90 {
     hand_out(KeyPart{-1, 0, 0, 0, 0, 0});
   }
 
-  // Run by the thread that copies one part of the columns of all KV blocks. The CTAs that share
-  // them copy panels in turn.
+  // Run by the thread that copies one column group of all KV blocks. CTAs that share KV
+  // blocks take turns copying panels.
   CUTE_DEVICE static void produce_keys(ForwardParams const& params, TensorMap const& map,
                                        Control& control, uint32_t tiles, int columns, int sharers) {
     int const rank = cluster_rank() % sharers;
@@ -93,9 +94,9 @@ struct LatentProducerSm90 {
   }
 
  private:
-  // How many KV blocks ahead a block is prefetched into L2. A block is loaded only when its buffer
-  // is free, and then its latency is exposed, because both consumers wait for it. So one of the
-  // CTAs that read it prefetches it earlier.
+  // How many KV blocks ahead a block is prefetched into L2. It can be loaded only when its buffer
+  // is free, when both consumers already wait for it. The latency of DRAM would be exposed then, so
+  // one of the CTAs that read the block prefetches it.
   static constexpr int kPrefetched = 1;
 
   // Copies a box to all CTAs that share it.
@@ -109,18 +110,18 @@ struct LatentProducerSm90 {
     }
   }
 
-  // Calls use(panel, box) for the boxes of a part of the columns.
+  // Calls use(panel, box) for the boxes of a column group.
   template <class Use>
   CUTE_DEVICE static void for_each_box(int columns, Use use) {
     CUTE_NO_UNROLL
-    for (int panel = Kernel::part_begin(columns); panel < Kernel::part_end(columns); ++panel) {
+    for (int panel = Kernel::group_begin(columns); panel < Kernel::group_end(columns); ++panel) {
       CUTE_UNROLL
       for (int box = 0; box < kBoxes; ++box) use(panel, box);
     }
   }
 
-  // Prefetches the first `count` keys of a KV block, whose rows are contiguous in each box. Memory
-  // delivers more if it is read in order than if each panel of columns is read apart.
+  // Prefetches the first `count` keys of a KV block, whose rows are contiguous in each box. Reading
+  // whole rows in order gives a higher DRAM bandwidth than reading one panel of columns at a time.
   CUTE_DEVICE static void prefetch_rows(ForwardParams const& params,
                                         KeyValueSource<Config> const& source, int count,
                                         int const (&rows)[kBoxes]) {
