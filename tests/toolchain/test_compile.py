@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import found_parts
 import pytest
 
 from jax_memeff.codegen import select
@@ -214,20 +215,13 @@ def nothing_found(monkeypatch):
     def not_found(name):
         raise pathfinder.DynamicLibNotFoundError(f"lib{name}.so is nowhere")
 
-    forget_parts()
+    found_parts.forget()
     monkeypatch.setattr(parts, "_in_wheels", lambda part: None)
     monkeypatch.setattr(pathfinder, "locate_nvidia_header_directory", lambda part: None)
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", not_found)
     monkeypatch.setenv("CUDA_PATH", "/opt/some_cuda")
     yield
-    forget_parts()
-
-
-def forget_parts():
-    for cached in (parts.headers, parts.library, parts.warn_of_mixture):
-        cached.cache_clear()
-    headers._found.cache_clear()
-    headers.versions.cache_clear()
+    found_parts.forget()
 
 
 def test_missing_headers_name_the_command_and_the_places(cache, nothing_found, monkeypatch):

@@ -5,6 +5,7 @@ runs this file and the sample of Hopper's kernels; .github/workflows/nightly.yml
 kernels.
 """
 
+import found_parts
 import pytest
 
 from jax_memeff.codegen.toolchain import headers, nvrtc, parts
@@ -22,18 +23,14 @@ with_cuda12 = pytest.mark.skipif(parts.cuda_major() != 12, reason="needs the ext
 def installed(monkeypatch):
     """Sets the installed distributions and clears what was found before."""
 
-    def forget():
-        parts.cuda_major.cache_clear()
-        nvrtc._require_one_cuda.cache_clear()
-
     def install(**versions):
         found = {name.replace("_", "-"): version for name, version in versions.items()}
         monkeypatch.setattr(parts, "_installed", found.get)
-        forget()
+        found_parts.forget()
 
     yield install
     monkeypatch.undo()
-    forget()
+    found_parts.forget()
 
 
 @pytest.mark.parametrize(
