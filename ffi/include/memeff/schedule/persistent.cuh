@@ -14,8 +14,11 @@ template <class Config, int kTileQuery, int kElementBytes>
 struct PersistentSchedule {
   using Grid = GridTiles<Config, GridRows::queries, kTileQuery>;
   static constexpr bool kCausal = Config::kMask == MaskKind::causal;
-  // Keys and values of the heads that run at the same time should stay in L2 (50 MB or more).
-  static constexpr long long kSectionBytes = 32 << 20;
+  // Keys and values of the heads that run at the same time should stay in L2 (50 MB or more, of
+  // which each half serves its own SMs) beside queries and outputs, which pass through it. The more
+  // row tiles a head has, the fewer of these pass between two reads of its keys.
+  static constexpr int kLeastSectionMegabytes = 8;
+  static constexpr int kMostSectionMegabytes = 32;
 
   // Recomputed for each work tile, because the producer has few registers.
   CUTE_DEVICE static int work_tiles(ProblemShape const& shape) {
@@ -26,7 +29,9 @@ struct PersistentSchedule {
   CUTE_DEVICE static int section_heads(ProblemShape const& shape) {
     long long const head_bytes =
         (long long)shape.key_length * (shape.head_dim + shape.value_dim) * kElementBytes;
-    int const fitting = int(kSectionBytes / max(head_bytes, 1ll));
+    int const megabytes =
+        min(max(Grid{shape}.of_slice(), kLeastSectionMegabytes), kMostSectionMegabytes);
+    int const fitting = int(((long long)megabytes << 20) / max(head_bytes, 1ll));
     return min(max(fitting, 1) * shape.group, Grid{shape}.slices());
   }
 
