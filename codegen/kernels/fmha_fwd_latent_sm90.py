@@ -128,8 +128,8 @@ class FmhaFwdLatentSm90(WgmmaKernel):
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         tile = spec.tile
-        blocks = f"{_CLUSTER}*B*K*group_rows/{_CLUSTER * tile.query}*S/{tile.key}"
-        grid = Grid(blocks, most_per_sm=1)
+        clusters = f"B*K*group_rows/{_CLUSTER * tile.query}*S/{tile.key}"
+        grid = Grid(f"{_CLUSTER}*{clusters}", most_per_sm=1)
         blocks = f"{tile.query // _COMBINE_ROWS}*B*K*group_rows/{tile.query}"
         combine_grid = Grid(blocks, most_per_sm=_COMBINE_BLOCKS_PER_SM)
         threads = spec.padded_value_dim // 4
@@ -148,8 +148,8 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """Each CTA has two slots for partial results, and each row tile records the slots that hold
-        its parts.
+        """Each CTA of the main kernel's grid has two slots for partial results, and each row tile
+        records the slots that hold its parts.
         """
         rows = spec.tile.query
         packed, heads = sizes.queries * sizes.group, sizes.batch * sizes.key_heads

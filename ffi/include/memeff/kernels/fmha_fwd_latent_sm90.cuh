@@ -81,9 +81,9 @@ struct FmhaForwardLatentSm90 {
   static constexpr int kColumnGroups = 3;
   static constexpr int kPanels = KeyTile::kPanels;
   static constexpr int kValuePanels = ValueTile::kPanels;  // per consumer
-  CUTE_HOST_DEVICE static constexpr int group_begin(int part) { return part * kValuePanels; }
-  CUTE_HOST_DEVICE static constexpr int group_end(int part) {
-    return part < kWarpgroups ? (part + 1) * kValuePanels : kPanels;
+  CUTE_HOST_DEVICE static constexpr int group_begin(int group) { return group * kValuePanels; }
+  CUTE_HOST_DEVICE static constexpr int group_end(int group) {
+    return group < kWarpgroups ? (group + 1) * kValuePanels : kPanels;
   }
   static_assert(kPanels > group_begin(kWarpgroups));
 

@@ -132,9 +132,12 @@ class BalancedKeys {
     return together <= ctas ? together : 1;
   }
 
+  // The first row of the item with this row tile.
+  CUTE_DEVICE int first_row(int tile) const { return tile / together_ * together_ * kTileQuery; }
+
   // The KV blocks of the item with this row tile.
   CUTE_DEVICE TileRange blocks(Mask const& mask, int tile) const {
-    int const row = tile / together_ * together_ * kTileQuery;
+    int const row = first_row(tile);
     TileRange const range = mask.key_tiles(row, together_ * kTileQuery, kTileKey);
     return range.begin < range.end ? range : TileRange{0, 0};
   }
@@ -166,7 +169,7 @@ class BalancedKeys {
     Mask const mask(params_.mask, params_.shape, batch);
     TileRange const range = blocks(mask, tile);
     return {{batch, head_batch % params_.shape.key_heads, tile, range.begin, range.end, -1},
-            tile / together_ * together_ * kTileQuery < mask.query_length};
+            first_row(tile) < mask.query_length};
   }
 
   // The line of all items.

@@ -137,7 +137,8 @@ struct LatentConsumerSm90 {
     auto const probabilities = as_left_operand<Element>(scores);
     publish(params, control, tiles, at, mask, block, softmax, correction, probabilities);
     Softmax::rescale(output, correction);
-    multiply_own_values(control, tiles, at, probabilities, output);
+    add_values(control, tiles, at, at.warpgroup, probabilities, output);
+    at.own_parity ^= 1;
   }
 
   // Starts the products [begin, end) of S = Q K^T of the KV block in this consumer's buffer. Each
@@ -191,20 +192,6 @@ struct LatentConsumerSm90 {
     random_sleep();
   }
 
-  // Computes O += P V of a KV block whose probabilities this consumer has in registers.
-  template <class Probabilities, class Output>
-  CUTE_DEVICE static void multiply_own_values(Control& control, uint32_t tiles, Position& at,
-                                              Probabilities const& probabilities, Output& output) {
-    fence_accumulators(output);
-    begin_products();
-    warpgroup_gemm<Element, kKeySteps>(output, probabilities, values(tiles, at, at.warpgroup));
-    commit_products();
-    wait_products<0>();
-    fence_accumulators(output);
-    release_keys(control, at, at.warpgroup, at.warpgroup);
-    at.own_parity ^= 1;
-  }
-
   // Computes O += P V of a KV block of the other consumer, whose probabilities are in shared
   // memory.
   template <class Output>
@@ -222,16 +209,25 @@ struct LatentConsumerSm90 {
       wait_barrier(control.keys[other].full[at.warpgroup * Kernel::kValuePanels + panel],
                    at.other_parity);
     }
+    add_values(control, tiles, at, other,
+               operand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset), output);
+    at.other_parity ^= 1;
+  }
+
+  // Computes O += P V for this consumer's columns of the values in a buffer, and releases them.
+  template <class Probabilities, class Output>
+  CUTE_DEVICE static void add_values(Control& control, uint32_t tiles, Position const& at,
+                                     int buffer, Probabilities const& probabilities,
+                                     Output& output) {
+    uint32_t const values = Kernel::keys(tiles, buffer) + at.warpgroup * ValueTile::kBytes;
     fence_accumulators(output);
     begin_products();
-    warpgroup_gemm<Element, kKeySteps>(
-        output, operand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset),
-        values(tiles, at, other), true);
+    warpgroup_gemm<Element, kKeySteps>(output, probabilities,
+                                       operand<ValueTile, Contiguous::outer>(values), true);
     commit_products();
     wait_products<0>();
     fence_accumulators(output);
-    release_keys(control, at, other, at.warpgroup);
-    at.other_parity ^= 1;
+    release_keys(control, at, buffer, at.warpgroup);
   }
 
   // Releases a column group of a buffer in all CTAs that share its keys. All lanes of a warp call
@@ -240,14 +236,6 @@ struct LatentConsumerSm90 {
                                        int group) {
     if (at.releases >= 0) arrive_cluster_barrier(control.keys[buffer].empty[group], at.releases);
     random_sleep();
-  }
-
-  // This consumer's columns of the values in a buffer.
-  CUTE_DEVICE static DescriptorOperand<ValueTile, Contiguous::outer> values(uint32_t tiles,
-                                                                            Position const& at,
-                                                                            int buffer) {
-    return operand<ValueTile, Contiguous::outer>(Kernel::keys(tiles, buffer) +
-                                                 at.warpgroup * ValueTile::kBytes);
   }
 
   template <class Tile, Contiguous kOrder>

@@ -25,12 +25,11 @@ struct LatentQueriesSm90 {
   CUTE_DEVICE static void load(ForwardParams const& params, KeyPart const& part, int query_length,
                                uint32_t tile) {
     constexpr int kRowChunks = Config::kHeadDim / 8;
-    constexpr int kUnrolled = 4;
     int const lane = int(threadIdx.x) % kWarpSize;
     int const begin = int(threadIdx.x) / kWarpSize * kRows;
     int const first = part.tile * Kernel::kTileQuery + begin;
     Row const own(params, part, min(first + lane % kRows, query_length - 1));
-#pragma unroll kUnrolled
+#pragma unroll 4  // overlaps the shuffles
     for (int row = 0; row < kRows; ++row) {
       char const* const source = own.of_lane(row);
       CUTE_UNROLL
