@@ -55,3 +55,11 @@ def captured_sum_bytes(spec: KernelSpec, columns: Sum, warps: int, warp_columns:
         return 0
     row_bytes = (warp_columns + 8 + 16) * 4
     return strips(functions.read_sums, columns) * warps * 8 * row_bytes
+
+
+def diagonal_bytes(rows: int, columns: int) -> int:
+    """The bytes of two copies of a number for each diagonal of a tile, 16 banks apart
+    (ffi/include/memeff/score/shared_diagonals.cuh).
+    """
+    words = (rows + columns + 1 - 16 + 31) // 32 * 32 + 16
+    return 2 * words * 4

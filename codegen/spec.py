@@ -213,6 +213,12 @@ class Kernel(abc.ABC):
         """
         return False
 
+    def shares_diagonals(self, spec: KernelSpec) -> bool:
+        """Whether the producer reads what a score function reads along diagonals. If the function
+        only adds it to the score, it takes no registers of consumers.
+        """
+        return False
+
     def strips_of_sums(self, arch: str) -> int:
         """How many gradients of captured arrays may be summed through shared memory."""
         return MOST_STRIPS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
-from jax_memeff.codegen.functions.regions import adds_along_diagonals
+from jax_memeff.codegen.functions.regions import adds_along_diagonals, diagonal_reads
 from jax_memeff.codegen.functions.sums import (
     EXACT_BITS,
     EXACT_WORDS,
@@ -193,6 +193,11 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         score = (spec[self] or AskedFunctions(None, None)).score
         return score is not None and emit.is_linear(score, precise=_is_precise(spec))
 
+    def diagonal_reads(self, spec: KernelSpec) -> int:
+        """How many reads of the score function are constant along diagonals."""
+        score = (spec[self] or AskedFunctions(None, None)).score
+        return 0 if score is None else len(diagonal_reads(score))
+
     def is_light(self, spec: KernelSpec) -> bool:
         """Whether the functions take few registers: a score function adds a number that is the same
         along a diagonal, gradients are summed along diagonals, and a mask function reads no array.
@@ -205,13 +210,18 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
     def needs_registers(self, spec: KernelSpec) -> bool:
         """A paged kernel that classifies whole tiles tests the elements of only a few, behind a
         branch. A kernel that adds a linear score function to products or exponents has such a
-        branch for unusual numbers.
+        branch for unusual numbers. A number for each diagonal comes from shared memory.
         """
         own = spec[self] or AskedFunctions(None, None)
         is_decided = spec.kernel.decides_mask_tiles and spec[PAGES].size > 0
-        is_added = spec.kernel.adds_linear_scores(spec) and not own.gradients
-        modifies_scores = own.score is not None and not is_added
+        modifies_scores = own.score is not None and not self._is_added(spec, own.score)
         return modifies_scores or (own.mask is not None and not is_decided)
+
+    def _is_added(self, spec: KernelSpec, score: Program) -> bool:
+        if spec.kernel.shares_diagonals(spec) and adds_along_diagonals(score):
+            return True
+        own = spec[self]
+        return spec.kernel.adds_linear_scores(spec) and not (own and own.gradients)
 
     def needs_block_mask(self, compiled: AskedFunctions | None) -> bool:
         return compiled is not None and compiled.mask is not None

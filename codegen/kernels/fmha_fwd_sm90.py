@@ -51,6 +51,10 @@ _MOST_ADDED_DIM = 128
 """The largest padded head dim of kernels whose products add a linear score function. Above it,
 elementwise evaluation costs little, and shared memory is full."""
 
+_MOST_SHARED_READS = 2
+"""The largest number of reads along diagonals that pass through shared memory; each takes 4 to 6
+KB."""
+
 _COLUMN_ROW_BYTES = 64
 """A row of the constant operand of that product, for each key of a KV block."""
 
@@ -304,13 +308,18 @@ class FmhaFwdSm90(PersistentSm90):
         dim = max(spec.padded_head_dim, spec.padded_value_dim)
         return FUNCTIONS.is_linear(spec) and spec[BIAS] is None and dim <= _MOST_ADDED_DIM
 
+    def shares_diagonals(self, spec: KernelSpec) -> bool:
+        """Whether the producer reads what a score function reads along diagonals."""
+        dim = max(spec.padded_head_dim, spec.padded_value_dim)
+        return 0 < FUNCTIONS.diagonal_reads(spec) <= _MOST_SHARED_READS and dim <= _MOST_ADDED_DIM
+
     def operand_bytes(self, spec: KernelSpec, rows: int, columns: int) -> int:
         """The bytes of a buffer for rows of query, key or value."""
         return rows * tile_columns(columns) * spec.element_bytes
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Rings of query, key and value tiles, the columns that a linear score function
-        multiplies, the outputs that consumer groups merge, and ``ring_bytes``.
+        multiplies, diagonals, the outputs that consumer groups merge, and ``ring_bytes``.
         """
         tile = _tile(spec)
         row_warpgroups = self.consumers(spec) // tile.consumer_groups
@@ -322,6 +331,9 @@ class FmhaFwdSm90(PersistentSm90):
         operands = tile.query_stages * queries + tile.stages * (keys + values)
         if self.adds_linear_scores(spec):
             operands += tile.key * _COLUMN_ROW_BYTES
+        if self.shares_diagonals(spec):
+            diagonals = shared_memory.diagonal_bytes(tile.query, tile.key)
+            operands += tile.stages * FUNCTIONS.diagonal_reads(spec) * diagonals
         merged = shared_memory.merge_bytes(spec, tile.consumer_groups, 2)
         return operands + merged + self.ring_bytes(spec)
 
@@ -340,6 +352,7 @@ class FmhaFwdSm90(PersistentSm90):
             "kConsumerGroups": tile.consumer_groups,
             "kOutputFirst": tile.output_first,
             "kLinearScores": self.adds_linear_scores(spec),
+            "kSharedDiagonals": self.shares_diagonals(spec),
         }
 
 
