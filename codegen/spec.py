@@ -207,15 +207,9 @@ class Kernel(abc.ABC):
         """Whether the kernel reads a block mask if masks are arrays."""
         return True
 
-    def adds_linear_scores(self, spec: KernelSpec) -> bool:
-        """Whether a score function that is linear in the difference of key and query is added by
-        the products of scores, or to the exponents. Then it takes no registers of each score.
-        """
-        return False
-
-    def shares_diagonals(self, spec: KernelSpec) -> bool:
-        """Whether the producer reads what a score function reads along diagonals. If the function
-        only adds it to the score, it takes no registers of consumers.
+    def adds_score_function(self, spec: KernelSpec) -> bool:
+        """Whether a score function takes no registers of each score: a number for each diagonal is
+        added by the products of scores, to the exponents, or from shared memory.
         """
         return False
 

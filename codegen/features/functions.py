@@ -198,30 +198,32 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         score = (spec[self] or AskedFunctions(None, None)).score
         return 0 if score is None else len(diagonal_reads(score))
 
+    def adds_along_diagonals(self, spec: KernelSpec) -> bool:
+        """Whether the score function, if there is one, adds a number that is the same along a
+        diagonal.
+        """
+        score = (spec[self] or AskedFunctions(None, None)).score
+        return score is None or adds_along_diagonals(score)
+
     def is_light(self, spec: KernelSpec) -> bool:
         """Whether the functions take few registers: a score function adds a number that is the same
         along a diagonal, gradients are summed along diagonals, and a mask function reads no array.
         """
         own = spec[self] or AskedFunctions(None, None)
-        adds = own.score is None or adds_along_diagonals(own.score)
         sums = set(own.read_sums) <= {Sum.NONE, Sum.DIAGONAL}
-        return adds and sums and (own.mask is None or not own.mask.arrays)
+        return (
+            self.adds_along_diagonals(spec) and sums and (own.mask is None or not own.mask.arrays)
+        )
 
     def needs_registers(self, spec: KernelSpec) -> bool:
         """A paged kernel that classifies whole tiles tests the elements of only a few, behind a
         branch. A kernel that adds a linear score function to products or exponents has such a
-        branch for unusual numbers. A number for each diagonal comes from shared memory.
+        branch for unusual numbers.
         """
         own = spec[self] or AskedFunctions(None, None)
         is_decided = spec.kernel.decides_mask_tiles and spec[PAGES].size > 0
-        modifies_scores = own.score is not None and not self._is_added(spec, own.score)
+        modifies_scores = own.score is not None and not spec.kernel.adds_score_function(spec)
         return modifies_scores or (own.mask is not None and not is_decided)
-
-    def _is_added(self, spec: KernelSpec, score: Program) -> bool:
-        if spec.kernel.shares_diagonals(spec) and adds_along_diagonals(score):
-            return True
-        own = spec[self]
-        return spec.kernel.adds_linear_scores(spec) and not (own and own.gradients)
 
     def needs_block_mask(self, compiled: AskedFunctions | None) -> bool:
         return compiled is not None and compiled.mask is not None

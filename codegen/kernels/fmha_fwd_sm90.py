@@ -51,10 +51,6 @@ _MOST_ADDED_DIM = 128
 """The largest padded head dim of kernels whose products add a linear score function. Above it,
 elementwise evaluation costs little, and shared memory is full."""
 
-_MOST_SHARED_READS = 2
-"""The largest number of reads along diagonals that pass through shared memory; each takes 4 to 6
-KB."""
-
 _COLUMN_ROW_BYTES = 64
 """A row of the constant operand of that product, for each key of a KV block."""
 
@@ -308,10 +304,15 @@ class FmhaFwdSm90(PersistentSm90):
         dim = max(spec.padded_head_dim, spec.padded_value_dim)
         return FUNCTIONS.is_linear(spec) and spec[BIAS] is None and dim <= _MOST_ADDED_DIM
 
+    def adds_score_function(self, spec: KernelSpec) -> bool:
+        shares = self.shares_diagonals(spec) and FUNCTIONS.adds_along_diagonals(spec)
+        return shares or self.adds_linear_scores(spec)
+
     def shares_diagonals(self, spec: KernelSpec) -> bool:
         """Whether the producer reads what a score function reads along diagonals."""
         dim = max(spec.padded_head_dim, spec.padded_value_dim)
-        return 0 < FUNCTIONS.diagonal_reads(spec) <= _MOST_SHARED_READS and dim <= _MOST_ADDED_DIM
+        reads = FUNCTIONS.diagonal_reads(spec)
+        return 0 < reads <= shared_memory.MOST_DIAGONAL_READS and dim <= _MOST_ADDED_DIM
 
     def operand_bytes(self, spec: KernelSpec, rows: int, columns: int) -> int:
         """The bytes of a buffer for rows of query, key or value."""
@@ -331,9 +332,7 @@ class FmhaFwdSm90(PersistentSm90):
         operands = tile.query_stages * queries + tile.stages * (keys + values)
         if self.adds_linear_scores(spec):
             operands += tile.key * _COLUMN_ROW_BYTES
-        if self.shares_diagonals(spec):
-            diagonals = shared_memory.diagonal_bytes(tile.query, tile.key)
-            operands += tile.stages * FUNCTIONS.diagonal_reads(spec) * diagonals
+        operands += tile.stages * shared_memory.diagonal_bytes(spec) * self.shares_diagonals(spec)
         merged = shared_memory.merge_bytes(spec, tile.consumer_groups, 2)
         return operands + merged + self.ring_bytes(spec)
 

@@ -13,18 +13,24 @@
 
 namespace memeff {
 
-// The buffers for tiles of kRows queries and kColumns keys. Without Config::kSharedDiagonals there
-// are none, and Function is the function that reads for itself.
-template <class Config, class Grid, int kRows, int kColumns, bool kOn = Config::kSharedDiagonals>
+// The buffers for accumulators of kRows rows and kColumns columns. Without Config::kSharedDiagonals
+// there are none, and Function is the function that reads for itself. kTransposed: see
+// FunctionOfTile.
+template <class Config, class Grid, int kRows, int kColumns, bool kTransposed = false,
+          bool kOn = Config::kSharedDiagonals>
 struct SharedDiagonals {
   static constexpr bool kIsOn = false;
   static constexpr int kBytes = 0;
-  using Function = ScoreFunctionWithReads<Config, Grid>;
+  using Function = ScoreFunctionWithReads<Config, Grid, kTransposed>;
+
+  template <class Params>
+  CUTE_DEVICE static void fill(Params const&, ScoreTilePosition const&, uint32_t) {}
 };
 
-template <class Config, class Grid, int kRows, int kColumns>
-struct SharedDiagonals<Config, Grid, kRows, kColumns, true> {
+template <class Config, class Grid, int kRows, int kColumns, bool kTransposed>
+struct SharedDiagonals<Config, Grid, kRows, kColumns, kTransposed, true> {
   static constexpr bool kIsOn = true;
+  using Params = typename Config::Params;
   using Program = typename Config::ScoreFunction;
   using OfTile = FunctionOfTile<Config, Program, Config::kScoreCaptured, Config::kScoreLiterals>;
   static constexpr int kReads = Program::kFloatReads;
@@ -45,14 +51,13 @@ struct SharedDiagonals<Config, Grid, kRows, kColumns, true> {
   static constexpr int kBytes = reads_before(kReads) * kReadBytes;  // of one buffer
 
   // Fills a buffer for the tile at `at`. A whole warp calls it.
-  CUTE_DEVICE static void fill(ForwardParams const& params, ScoreTilePosition const& at,
-                               uint32_t buffer) {
+  CUTE_DEVICE static void fill(Params const& params, ScoreTilePosition const& at, uint32_t buffer) {
     OfTile const of_tile(params, at);
-// As many loads at a time as the registers of the producer allow.
-#pragma unroll 2
+#pragma unroll 2  // more spills: the producer has few registers
     for (int i = thread_index() % kWarpSize; i < kDiagonals; i += kWarpSize) {
       float values[kReads];
-      of_tile.at(0, i - kRows, 0.0f,
+      int const difference = i - kRows;
+      of_tile.at(kTransposed ? difference : 0, kTransposed ? 0 : difference, 0.0f,
                  [&](auto const&... inputs) { Program::read_values(inputs..., values); });
       CUTE_UNROLL
       for (int read = 0; read < kReads; ++read) {
@@ -88,19 +93,18 @@ struct SharedDiagonals<Config, Grid, kRows, kColumns, true> {
     }
   };
 
-  struct Function : ScoreFunction<Config, Grid> {
-    using Base = ScoreFunction<Config, Grid>;
+  struct Function : ScoreFunction<Config, Grid, kTransposed> {
+    using Base = ScoreFunction<Config, Grid, kTransposed>;
     using Reads = SharedDiagonals::Reads;
 
     Reads const* reads;
 
-    CUTE_DEVICE Function(ForwardParams const& params, Reads const* reads)
-        : Base(params), reads(reads) {}
+    CUTE_DEVICE Function(Params const& params, Reads const* reads) : Base(params), reads(reads) {}
 
     template <class Scores>
     CUTE_DEVICE void forward(Scores& scores, ScoreTilePosition const& at) const {
       OfTile(Base::params, at)
-          .template for_each_in_rows<Grid, false>(
+          .template for_each_in_rows<Grid, kTransposed>(
               0, *reads, scores,
               [](float& score, auto const&... inputs) { score = Program::value(inputs...); });
     }
