@@ -317,7 +317,10 @@ struct ForwardMainLoopSm90 {
                          may_be_masked(params, mask, at, warpgroup * kWarpgroupRows);
     mask.template apply<kWarpgroupRows, kTileKey>(scores, params, at, partial,
                                                   warpgroup * kWarpgroupRows);
-    if (range.is_empty(tile, warpgroup)) cute::fill(scores, -infinity());
+    if (range.is_empty(tile, warpgroup)) {
+      cute::fill(scores, -infinity());
+      fence_accumulators(scores);  // keeps the branch; otherwise each block selects every score
+    }
   }
 
   // Whether a mask function may be false in a KV block, for the rows of a consumer from `own_row`
