@@ -13,6 +13,8 @@ from jax_memeff.codegen.spec import KernelSpec
 BARRIER_BYTES = 8
 PIPELINE_BYTES = 2 * BARRIER_BYTES
 """The barriers of one buffer: full and empty."""
+MOST_DIAGONAL_READS = 2
+"""The largest number of reads along diagonals that pass through shared memory."""
 STATISTICS_BYTES = 8
 """Two f32 for each row: logsumexp and the sum of dO * O, or maximum and sum."""
 
@@ -55,3 +57,11 @@ def captured_sum_bytes(spec: KernelSpec, columns: Sum, warps: int, warp_columns:
         return 0
     row_bytes = (warp_columns + 8 + 16) * 4
     return strips(functions.read_sums, columns) * warps * 8 * row_bytes
+
+
+def diagonal_bytes(spec: KernelSpec) -> int:
+    """The bytes of what a score function reads along the diagonals of a tile: two copies of each
+    number, 16 banks apart (ffi/include/memeff/score/captured/shared_diagonals.cuh).
+    """
+    words = (spec.tile.query + spec.tile.key + 1 - 16 + 31) // 32 * 32 + 16
+    return FUNCTIONS.diagonal_reads(spec) * 2 * words * 4

@@ -207,9 +207,9 @@ class Kernel(abc.ABC):
         """Whether the kernel reads a block mask if masks are arrays."""
         return True
 
-    def adds_linear_scores(self, spec: KernelSpec) -> bool:
-        """Whether a score function that is linear in key - query is added by the products of
-        scores, or as a part of the exponents. It then takes no registers for each score.
+    def adds_score_function(self, spec: KernelSpec) -> bool:
+        """Whether a score function takes no registers of each score: a number for each diagonal is
+        added by the products of scores, to the exponents, or from shared memory.
         """
         return False
 

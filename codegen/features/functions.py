@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
-from jax_memeff.codegen.functions.regions import adds_along_diagonals
+from jax_memeff.codegen.functions.regions import adds_along_diagonals, diagonal_reads
 from jax_memeff.codegen.functions.sums import (
     EXACT_BITS,
     EXACT_WORDS,
@@ -193,14 +193,27 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         score = (spec[self] or AskedFunctions(None, None)).score
         return score is not None and emit.is_linear(score, precise=_is_precise(spec))
 
+    def diagonal_reads(self, spec: KernelSpec) -> int:
+        """How many reads of the score function are constant along diagonals."""
+        score = (spec[self] or AskedFunctions(None, None)).score
+        return 0 if score is None else len(diagonal_reads(score))
+
+    def adds_along_diagonals(self, spec: KernelSpec) -> bool:
+        """Whether the score function, if there is one, adds a number that is the same along a
+        diagonal.
+        """
+        score = (spec[self] or AskedFunctions(None, None)).score
+        return score is None or adds_along_diagonals(score)
+
     def is_light(self, spec: KernelSpec) -> bool:
         """Whether the functions take few registers: a score function adds a number that is the same
         along a diagonal, gradients are summed along diagonals, and a mask function reads no array.
         """
         own = spec[self] or AskedFunctions(None, None)
-        adds = own.score is None or adds_along_diagonals(own.score)
         sums = set(own.read_sums) <= {Sum.NONE, Sum.DIAGONAL}
-        return adds and sums and (own.mask is None or not own.mask.arrays)
+        return (
+            self.adds_along_diagonals(spec) and sums and (own.mask is None or not own.mask.arrays)
+        )
 
     def needs_registers(self, spec: KernelSpec) -> bool:
         """Whether the functions take registers in the main loop. They do not if they are evaluated
@@ -209,8 +222,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         """
         own = spec[self] or AskedFunctions(None, None)
         is_decided = spec.kernel.decides_mask_tiles and spec[PAGES].size > 0
-        is_added = spec.kernel.adds_linear_scores(spec) and not own.gradients
-        modifies_scores = own.score is not None and not is_added
+        modifies_scores = own.score is not None and not spec.kernel.adds_score_function(spec)
         return modifies_scores or (own.mask is not None and not is_decided)
 
     def needs_block_mask(self, compiled: AskedFunctions | None) -> bool:

@@ -260,12 +260,23 @@ class FmhaBwdSm90(WgmmaBackward):
     def adds_linear_scores(self, spec: KernelSpec) -> bool:
         return FUNCTIONS.is_linear(spec) and spec[BIAS] is None
 
+    def adds_score_function(self, spec: KernelSpec) -> bool:
+        functions = spec[FUNCTIONS]
+        has_gradients = functions is not None and bool(functions.gradients)
+        return self.adds_linear_scores(spec) and not has_gradients
+
+    def shares_diagonals(self, spec: KernelSpec) -> bool:
+        """With 128 queries the main loop spills 136 bytes."""
+        reads = FUNCTIONS.diagonal_reads(spec)
+        fits = spec.tile.query < 128 and not self._is_persistent(spec)
+        return fits and 0 < reads <= shared_memory.MOST_DIAGONAL_READS
+
     def gradient_words(self, spec: KernelSpec) -> list[str]:
         return ["splitq"] if spec.split_q else []
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Rings of key and value, of query, its rows' statistics, dO and bias, or the bias of
-        each warp's 16 keys, two dS, and the dQ of a Q block in f32 if TMA writes it. A
+        each warp's 16 keys, diagonals, two dS, and the dQ of a Q block in f32 if TMA writes it. A
         deterministic kernel also has a ticket and two barriers. dQ written by TMA needs the
         barriers, and gets the bytes of the ticket as well.
         """
@@ -284,10 +295,12 @@ class FmhaBwdSm90(WgmmaBackward):
         if spec.orders_queries or tma_dq:
             control += 2 * shared_memory.BARRIER_BYTES + _TICKET_BYTES
         query_gradient = 4 * tile.query * dq_columns(spec) * tma_dq
+        diagonals = tile.stages * shared_memory.diagonal_bytes(spec) * self.shares_diagonals(spec)
         sums = shared_memory.captured_sum_bytes(
             spec, Sum.QUERY, spec.computing_threads // 32, tile.query
         )
-        return elements * spec.element_bytes + query_gradient + statistics + bias + sums + control
+        buffers_bytes = elements * spec.element_bytes + query_gradient + statistics + diagonals
+        return buffers_bytes + bias + sums + control
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         tile = _tile(spec)
@@ -297,6 +310,7 @@ class FmhaBwdSm90(WgmmaBackward):
             "kPersistent": self._is_persistent(spec),
             "kKeyStages": self._key_stages(spec),
             "kLinearScores": self.adds_linear_scores(spec),
+            "kSharedDiagonals": self.shares_diagonals(spec),
             "kExponentiatesUnderDp": tile.exponentiates_under_dp,
         }
 

@@ -85,6 +85,9 @@ class FmhaFwdF16x3Sm90(F16x3Kernel, FmhaFwdSm90):
         """
         return round_up(self.part_bytes(spec, rows, columns), _SWIZZLE_BYTES)
 
+    def shares_diagonals(self, spec: KernelSpec) -> bool:
+        return False  # shared memory is full
+
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
         return ()
 

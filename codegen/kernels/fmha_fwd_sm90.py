@@ -304,13 +304,23 @@ class FmhaFwdSm90(PersistentSm90):
         dim = max(spec.padded_head_dim, spec.padded_value_dim)
         return FUNCTIONS.is_linear(spec) and spec[BIAS] is None and dim <= _MOST_ADDED_DIM
 
+    def adds_score_function(self, spec: KernelSpec) -> bool:
+        shares = self.shares_diagonals(spec) and FUNCTIONS.adds_along_diagonals(spec)
+        return shares or self.adds_linear_scores(spec)
+
+    def shares_diagonals(self, spec: KernelSpec) -> bool:
+        """Whether the producer reads what a score function reads along diagonals."""
+        dim = max(spec.padded_head_dim, spec.padded_value_dim)
+        reads = FUNCTIONS.diagonal_reads(spec)
+        return 0 < reads <= shared_memory.MOST_DIAGONAL_READS and dim <= _MOST_ADDED_DIM
+
     def operand_bytes(self, spec: KernelSpec, rows: int, columns: int) -> int:
         """The bytes of a buffer for rows of query, key or value."""
         return rows * tile_columns(columns) * spec.element_bytes
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Rings of query, key and value tiles, the columns that a linear score function
-        multiplies, the outputs that consumer groups merge, and ``ring_bytes``.
+        multiplies, diagonals, the outputs that consumer groups merge, and ``ring_bytes``.
         """
         tile = _tile(spec)
         row_warpgroups = self.consumers(spec) // tile.consumer_groups
@@ -322,6 +332,7 @@ class FmhaFwdSm90(PersistentSm90):
         operands = tile.query_stages * queries + tile.stages * (keys + values)
         if self.adds_linear_scores(spec):
             operands += tile.key * _COLUMN_ROW_BYTES
+        operands += tile.stages * shared_memory.diagonal_bytes(spec) * self.shares_diagonals(spec)
         merged = shared_memory.merge_bytes(spec, tile.consumer_groups, 2)
         return operands + merged + self.ring_bytes(spec)
 
@@ -340,6 +351,7 @@ class FmhaFwdSm90(PersistentSm90):
             "kConsumerGroups": tile.consumer_groups,
             "kOutputFirst": tile.output_first,
             "kLinearScores": self.adds_linear_scores(spec),
+            "kSharedDiagonals": self.shares_diagonals(spec),
         }
 
 

@@ -30,7 +30,8 @@ struct PipelineStage {
 };
 
 // The barriers of a ring buffer between producers and consumer warps. There is one producer thread
-// whose TMA copies arrive by bytes, or there are several producers that write and arrive once each.
+// whose TMA copies arrive by bytes, or there are several producers that write and arrive once each,
+// or both.
 // Each consumer warp arrives once when it has read a buffer.
 template <int kStages>
 struct Pipeline {

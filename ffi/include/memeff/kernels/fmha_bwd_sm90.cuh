@@ -40,6 +40,7 @@
 #include <memeff/schedule/split_q.cuh>
 #include <memeff/score/bias/gradient_transposed.cuh>
 #include <memeff/score/bias/q_block_ring_sm90.cuh>
+#include <memeff/score/captured/shared_diagonals.cuh>
 #include <memeff/score/modifiers.cuh>
 
 namespace memeff {
@@ -90,7 +91,9 @@ struct FmhaBackwardSm90 {
 
   // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.
   using Bias = QBlockBiasRing<Config, Tiles, kStages>;
-  using Function = ScoreFunctionWithReads<Config, ScoreGrid, true>;
+  using Diagonals = SharedDiagonals<Config, ScoreGrid, kTileKey, kTileQuery, true>;
+  static_assert(!Diagonals::kIsOn || !kPersistent);
+  using Function = typename Diagonals::Function;
   using FunctionReads = typename Function::Reads;
   using Modifiers = ScoreModifiers<Config, Bias, Function>;
   static constexpr int kStatisticsBytes = kTileQuery * int(sizeof(float2));
@@ -102,13 +105,14 @@ struct FmhaBackwardSm90 {
   static constexpr int kDqOffset = kScoreOffset + 2 * ScoreTile::kBytes;
   static constexpr int kTmaBiasOffset = kDqOffset + DqSums::kSharedBytes;
   static constexpr int kStatisticsOffset = kTmaBiasOffset + kStages * Bias::kTmaStageBytes;
-  static constexpr int kWarpBiasOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+  static constexpr int kDiagonalsOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+  static constexpr int kWarpBiasOffset = kDiagonalsOffset + kStages * Diagonals::kBytes;
   static constexpr int kBiasOffset = Bias::kTmaBias ? kTmaBiasOffset : kWarpBiasOffset;
   static constexpr int kSumsOffset = kWarpBiasOffset + Bias::kWarpBytes;
   static constexpr int kControlOffset = kSumsOffset + CapturedSums::kSharedBytes;
 
   struct Control : DqSums::Control {
-    Pipeline<kStages> query;         // also covers the statistics of their rows
+    Pipeline<kStages> query;         // also covers the statistics of their rows, and diagonals
     Pipeline<kStages> out_gradient;  // also covers the bias
     Pipeline<kKeyStages> key;        // also covers the values
   };
@@ -182,7 +186,7 @@ struct FmhaBackwardSm90 {
       prefetch_map(maps.value);
       prefetch_map(maps.out_gradient);
       Bias(tiles + kBiasOffset).prefetch_map(maps);
-      control.query.init(kConsumerWarps);
+      control.query.init(kConsumerWarps, Diagonals::kIsOn ? 2 : 1);
       control.out_gradient.init(kConsumerWarps);
       control.key.init(kConsumerWarps);
       DqSums::init(params, control, kConsumerWarps);
@@ -205,6 +209,9 @@ struct FmhaBackwardSm90 {
       if (thread >= 0) {
         lower_registers<kProducerRegisters>();
         if (thread == 0) Producer::produce(params, maps, work, control, tiles, {}, stage);
+        if (Diagonals::kIsOn && thread / kWarpSize == 3) {
+          Producer::produce_diagonals(params, work, control, tiles, stage);
+        }
         PipelineStage<1> sums;
         DqSums::produce(params, control, work.item, work.tiles, tiles + kDqOffset, thread, sums);
       } else {
@@ -267,6 +274,10 @@ struct FmhaBackwardSm90 {
     return tiles + kStatisticsOffset + stage * kStatisticsBytes;
   }
 
+  CUTE_DEVICE static uint32_t diagonals_of(uint32_t tiles, int stage) {
+    return tiles + kDiagonalsOffset + stage * Diagonals::kBytes;
+  }
+
   using QueryRows = DescriptorOperand<QueryTile, Contiguous::k>;
   using OutRows = DescriptorOperand<OutTile, Contiguous::k>;
   using QueryColumns = DescriptorOperand<QueryTile, Contiguous::outer>;
@@ -291,10 +302,14 @@ struct FmhaBackwardSm90 {
   // The reads of a score function, which overlap S and dP. A redundant wait separates them from the
   // wgmmas: in one basic block ptxas delays the last wgmmas until the addresses have been loaded.
   CUTE_DEVICE static FunctionReads read_ahead(BackwardParams const& params, Control& control,
-                                              Stage const& stage, ScoreTilePosition const& at) {
+                                              uint32_t tiles, Stage const& stage,
+                                              ScoreTilePosition const& at) {
     KeptBlocks::end_basic_block(control.out_gradient, stage);
     if constexpr (FunctionReads::kAny) control.out_gradient.wait_again(stage);
-    return FunctionReads(params, at);
+    if constexpr (Diagonals::kIsOn)
+      return {diagonals_of(tiles, stage.index)};
+    else
+      return FunctionReads(params, at);
   }
 
   // The main loop: per Q block S, dP, P and dS, then dV, dQ and dK. Hazard: functions for more than
@@ -338,7 +353,7 @@ struct FmhaBackwardSm90 {
         Logsumexps<ScoreGrid, kVectorsAhead> const logsumexps(statistics);
         control.out_gradient.wait(stage);
         consumer.begin_score_gradient(values, out_tile, score_gradient);
-        FunctionReads const reads = read_ahead(params, control, stage, work.position(head, tile));
+        auto const reads = read_ahead(params, control, tiles, stage, work.position(head, tile));
         KeptBlocks const kept(params, item.batch, head, tile * kTileQuery, work.column);
         wait_products<kScoreGradient>();  // S
         fence_accumulators(scores);

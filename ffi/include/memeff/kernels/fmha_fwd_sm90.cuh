@@ -21,6 +21,9 @@
 // values have accumulators of their own. If these leave too few registers, S(j+1) is issued after
 // O, and the products of one consumer overlap only the softmax of the other.
 //
+// If a score function reads along diagonals, the warp that copies queries also reads the diagonals
+// of each KV block (score/captured/shared_diagonals.cuh).
+//
 // If there are few work tiles, the consumers form groups that share 64 rows (intra-CTA split-KV).
 // They take the KV blocks in turn, each with a softmax and an output of its own, and merge these at
 // the end of a work tile.
@@ -48,6 +51,7 @@
 #include <memeff/schedule/persistent.cuh>
 #include <memeff/schedule/query_tile_rings.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
+#include <memeff/score/captured/shared_diagonals.cuh>
 #include <memeff/score/modifiers.cuh>
 
 namespace memeff {
@@ -102,7 +106,8 @@ struct FmhaForwardSm90 {
                                       PolynomialCap<Config, kCapped>, ScoreScaling<Config>>;
   using Linear = LinearScores<Config>;
   using Columns = ColumnProduct<Config>;
-  using Function = ScoreFunctionWithReads<Config, ScoreGrid>;
+  using Diagonals = SharedDiagonals<Config, ScoreGrid, kTileQuery, kTileKey>;
+  using Function = typename Diagonals::Function;
   using FunctionReads = typename Function::Reads;
   using Modifiers = ScoreModifiers<Config, Bias, Function, Scaling>;
 
@@ -121,7 +126,8 @@ struct FmhaForwardSm90 {
   static constexpr int kKeyOffset = kQueryStages * Operands::kQueryBufferBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * Keys::kBufferBytes;
   static constexpr int kColumnsOffset = kValueOffset + kStages * Values::kBufferBytes;
-  static constexpr int kBiasOffset = kColumnsOffset + Columns::kBytes;
+  static constexpr int kDiagonalsOffset = kColumnsOffset + Columns::kBytes;
+  static constexpr int kBiasOffset = kDiagonalsOffset + kStages * Diagonals::kBytes;
   static constexpr int kMergeOffset = kBiasOffset + Bias::kBytes;
   static constexpr int kControlOffset = kMergeOffset + Merge::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
@@ -140,6 +146,9 @@ struct FmhaForwardSm90 {
   CUTE_DEVICE static uint32_t values(uint32_t tiles, PipelineStage<kStages> const& stage) {
     return tiles + kValueOffset + stage.index * Values::kBufferBytes;
   }
+  CUTE_DEVICE static uint32_t diagonals(uint32_t tiles, PipelineStage<kStages> const& key) {
+    return tiles + kDiagonalsOffset + key.index * Diagonals::kBytes;
+  }
 
   // `maps` is empty for operands that need no tensor maps.
   template <class... Maps>
@@ -150,7 +159,7 @@ struct FmhaForwardSm90 {
     uint32_t const tiles = shared_address(shared);
     if (threadIdx.x == kConsumers) {
       operands.prefetch();
-      control.init(kConsumerWarps, kConsumerGroups);
+      control.init(kConsumerWarps, kConsumerGroups, Diagonals::kIsOn ? 2 : 1);
     }
     Columns::write(tiles + kColumnsOffset, kThreads);
     __syncthreads();

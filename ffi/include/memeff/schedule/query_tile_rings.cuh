@@ -25,11 +25,12 @@ struct QueryTileRings {
   QueryWorkTile work_tiles[kWorkTileStages];
 
   // Called by one thread of a CTA with this many warps in all consumers, before a barrier of the
-  // CTA. Each group of consumers takes its own keys and values.
-  CUTE_DEVICE void init(int consumer_warps, int consumer_groups) {
+  // CTA. Each group of consumers takes its own keys and values. `key_producers` fill a buffer of
+  // keys: the thread that copies, and possibly a warp that writes.
+  CUTE_DEVICE void init(int consumer_warps, int consumer_groups, int key_producers = 1) {
     CUTE_UNROLL
     for (auto& own : query) own.init(consumer_warps / kRowWarpgroups);
-    key.init(consumer_warps / consumer_groups);
+    key.init(consumer_warps / consumer_groups, key_producers);
     value.init(consumer_warps / consumer_groups);
     work_tile.init(consumer_warps + 3);
     next_tile.init(1);

@@ -19,6 +19,7 @@ struct ForwardMainLoopSm90 {
   using Blocks = typename Kernel::Blocks;
   using Consumer = ForwardConsumerSm90<Config, Kernel>;
   using Control = typename Kernel::Control;
+  using Diagonals = typename Kernel::Diagonals;
   using FunctionReads = typename Kernel::FunctionReads;
   using KeptBlocks = typename Kernel::KeptBlocks;
   using Linear = typename Kernel::Linear;
@@ -128,7 +129,7 @@ struct ForwardMainLoopSm90 {
       auto const [kept, reads] = multiply_keys<Operands::kSequential ? 0 : 1>(
           params, control, tiles, at, item, tile, queries, linear, scores, begin_output);
       release_operands(control, at, tile == range.begin);
-      modify(params, mask, item, tile, range, tiles, at, linear, reads, scores);
+      modify(params, control, mask, item, tile, range, tiles, at, linear, reads, scores);
       auto const correction = softmax.exponentiate(
           scores, linear.softmax_scale(params.scale),
           [&] {
@@ -192,7 +193,7 @@ struct ForwardMainLoopSm90 {
     auto const [kept, reads] =
         multiply_keys<0>(params, control, tiles, at, item, tile, queries, linear, scores, [] {});
     release_operands(control, at, tile == range.begin);
-    modify(params, mask, item, tile, range, tiles, at, linear, reads, scores);
+    modify(params, control, mask, item, tile, range, tiles, at, linear, reads, scores);
     softmax.exponentiate(scores, linear.softmax_scale(params.scale), typename Softmax::Nothing{},
                          linear.shift(item.tile * kTileQuery, tile * kTileKey));
     if (tile > range.begin) control.key.wait(at.key);
@@ -227,21 +228,22 @@ struct ForwardMainLoopSm90 {
     begin_scores(tiles, at, queries, linear, scores);
     if constexpr (!Operands::kSequential) begin_output();
     Turns::pass(at.warpgroup);
-    Ahead const ahead = compute_ahead(params, control, at, item, tile);
+    Ahead const ahead = compute_ahead(params, control, tiles, at, item, tile);
     wait_products<kRunning>();
     unscale(tiles, at, scores);
     return ahead;
   }
 
-  // Releases the keys of a KV block and, after the last block of a work tile, its queries.
+  // Releases the keys of a KV block and, after the last block of a work tile, its queries. With
+  // shared diagonals modify() releases the keys.
   CUTE_DEVICE static void release_operands(Control& control, Position const& at,
                                            bool ends_work_tile) {
     if constexpr (kReleasesByPredicate) {
-      if (at.leader) control.key.release(at.key);
+      if (!Diagonals::kIsOn && at.leader) control.key.release(at.key);
       if (at.leader && ends_work_tile) control.query[at.row_warpgroup].release(at.query);
     } else {
       if (!at.leader) return;
-      control.key.release(at.key);
+      if constexpr (!Diagonals::kIsOn) control.key.release(at.key);
       if (ends_work_tile) control.query[at.row_warpgroup].release(at.query);
     }
   }
@@ -261,16 +263,27 @@ struct ForwardMainLoopSm90 {
   // Computes the modifiers of probabilities and the reads of a score function while products run.
   // The redundant waits keep ptxas from mixing them with the wgmmas before or the code after.
   CUTE_DEVICE static Ahead compute_ahead(ForwardParams const& params, Control& control,
-                                         Position const& at, WorkItem const& item, int tile) {
+                                         uint32_t tiles, Position const& at, WorkItem const& item,
+                                         int tile) {
     if constexpr (Probabilities::kIsEarly || FunctionReads::kAny) {
       control.key.wait_again(at.key);
     }
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
     Ahead const ahead = {{params, item.batch, item.head, row, column},
-                         {params, {item.batch, item.head, row, column}}};
+                         function_reads(params, tiles, at, {item.batch, item.head, row, column})};
     if constexpr (Probabilities::kIsEarly) control.key.wait_again(at.key);
     return ahead;
+  }
+
+  CUTE_DEVICE static FunctionReads function_reads(ForwardParams const& params, uint32_t tiles,
+                                                  Position const& position,
+                                                  ScoreTilePosition const& at) {
+    if constexpr (Diagonals::kIsOn) {
+      return {Kernel::diagonals(tiles, position.key)};
+    } else {
+      return {params, at};
+    }
   }
 
   template <class Scores>
@@ -280,19 +293,24 @@ struct ForwardMainLoopSm90 {
                       at.row_warpgroup);
   }
 
-  // Applies soft cap, function, bias and masks: afterwards the scores are ready for the softmax.
-  // The operands of the scores have already been released.
+  // Applies soft cap, function, bias and masks: afterwards the scores are ready for the softmax,
+  // and their operands are released.
   template <class Scores>
-  CUTE_DEVICE static void modify(ForwardParams const& params, Mask const& mask,
+  CUTE_DEVICE static void modify(ForwardParams const& params, Control& control, Mask const& mask,
                                  WorkItem const& item, int tile, Blocks const& range,
                                  uint32_t tiles, Position& position, Linear const& linear,
                                  FunctionReads const& reads, Scores& scores) {
-    Consumer::advance(position.key);
+    if constexpr (!Diagonals::kIsOn) Consumer::advance(position.key);
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
     Modifiers const modifiers = modifiers_of(params, mask, item, tiles, &reads);
     ScoreTilePosition const at = {item.batch, item.head, row, column};
     linear.modify([&] { modifiers.forward(scores, at, column); });
+    if constexpr (Diagonals::kIsOn) {
+      __syncwarp();  // all lanes have used the diagonals
+      if (position.leader) control.key.release(position.key);
+      Consumer::advance(position.key);
+    }
     modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
     int const warpgroup = position.row_warpgroup;
     bool const partial = range.is_partial(tile, warpgroup) &&

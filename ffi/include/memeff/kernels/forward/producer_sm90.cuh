@@ -1,5 +1,6 @@
 // The producer warpgroup of kernels/fmha_fwd_sm90.cuh: one thread hands out work tiles, and three
-// others copy queries, keys and values.
+// others copy queries, keys and values. With shared diagonals the whole warp of the one that copies
+// queries also reads diagonals.
 #pragma once
 
 #include <memeff/core/pipeline.cuh>
@@ -13,6 +14,7 @@ template <class Config, class Kernel>
 struct ForwardProducerSm90 {
   using Blocks = typename Kernel::Blocks;
   using Control = typename Kernel::Control;
+  using Diagonals = typename Kernel::Diagonals;
   using Mask = typename Kernel::Mask;
   using Operands = typename Kernel::Operands;
   using Schedule = typename Kernel::Schedule;
@@ -24,10 +26,17 @@ struct ForwardProducerSm90 {
   static constexpr int kTileQuery = Kernel::kTileQuery;
   static constexpr int kWorkTileStages = Kernel::kWorkTileStages;
 
-  // Run by all threads of the warpgroup: one thread of each warp does the work.
+  // Run by all threads of the warpgroup: one thread of each warp does the work, or the whole warp.
   CUTE_DEVICE static void run(ForwardParams const& params, Operands const& operands,
                               Control& control, uint32_t tiles) {
-    switch (threadIdx.x - Kernel::kConsumers) {
+    int const thread = threadIdx.x - Kernel::kConsumers;
+    if constexpr (Diagonals::kIsOn) {
+      if (thread / kWarpSize == 1) {
+        produce_queries_and_diagonals(params, operands, control, tiles);
+        return;
+      }
+    }
+    switch (thread) {
       case 0:
         produce_work_tiles(params, control);
         break;
@@ -77,13 +86,60 @@ struct ForwardProducerSm90 {
       control.work_tile.release(slot);
       slot.advance();
       if (work_tile.item.batch < 0) break;
-      CUTE_UNROLL
-      for (int warpgroup = 0; warpgroup < kRowWarpgroups; ++warpgroup) {
-        operands.load_queries(work_tile.item, work_tile.query_length, warpgroup,
-                              control.query[warpgroup].acquire(query, Operands::kQueryBytes),
-                              buffers + query.index * Operands::kQueryBufferBytes);
-      }
+      load_queries(operands, control, work_tile, query, buffers);
       query.advance();
+    }
+  }
+
+  CUTE_DEVICE static void load_queries(Operands const& operands, Control& control,
+                                       WorkTile const& work_tile,
+                                       PipelineStage<kQueryStages> const& query, uint32_t buffers) {
+    CUTE_UNROLL
+    for (int warpgroup = 0; warpgroup < kRowWarpgroups; ++warpgroup) {
+      operands.load_queries(work_tile.item, work_tile.query_length, warpgroup,
+                            control.query[warpgroup].acquire(query, Operands::kQueryBytes),
+                            buffers + query.index * Operands::kQueryBufferBytes);
+    }
+  }
+
+  // Run by the warp that copies queries, if it also fills the buffers of diagonals. The queries of
+  // a work tile are copied when the last buffer of the previous one is full: the consumers then
+  // still have as many KV blocks to compute as there are buffers.
+  CUTE_DEVICE static void produce_queries_and_diagonals(ForwardParams const& params,
+                                                        Operands const& operands, Control& control,
+                                                        uint32_t tiles) {
+    bool const leader = threadIdx.x % kWarpSize == 0;
+    PipelineStage<kQueryStages> query;
+    PipelineStage<kStages> key;
+    PipelineStage<kWorkTileStages> slot;
+    while (true) {
+      WorkTile const work_tile = control.take_work_tile(slot);
+      __syncwarp();  // all lanes have read the work tile
+      if (leader) control.work_tile.release(slot);
+      slot.advance();
+      if (work_tile.item.batch < 0) break;
+      if (leader) load_queries(operands, control, work_tile, query, tiles);
+      query.advance();
+      produce_diagonals(params, control, work_tile.item, key, tiles);
+    }
+  }
+
+  // Fills the buffers of diagonals of a work tile, in the order in which produce_tiles() copies
+  // keys.
+  CUTE_DEVICE static void produce_diagonals(ForwardParams const& params, Control& control,
+                                            WorkItem const& item, PipelineStage<kStages>& key,
+                                            uint32_t tiles) {
+    Mask const mask(params.mask, params.shape, item.batch);
+    Blocks const range(params, mask, item);
+    CUTE_NO_UNROLL
+    for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile, 1)) {
+      control.key.acquire(key);
+      Diagonals::fill(params,
+                      {item.batch, item.head, item.tile * kTileQuery, tile * Kernel::kTileKey},
+                      Kernel::diagonals(tiles, key));
+      __syncwarp();  // all lanes have stored
+      if (threadIdx.x % kWarpSize == 0) control.key.commit(key);
+      key.advance();
     }
   }
 

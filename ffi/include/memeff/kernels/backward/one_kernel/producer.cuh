@@ -12,6 +12,7 @@ template <class Config, class Kernel>
 struct BackwardProducerSm90 {
   using Bias = typename Kernel::Bias;
   using Control = typename Kernel::Control;
+  using Diagonals = typename Kernel::Diagonals;
   using KeyStage = typename Kernel::KeyStage;
   using KeyTile = typename Kernel::KeyTile;
   using OutTile = typename Kernel::OutTile;
@@ -65,6 +66,25 @@ struct BackwardProducerSm90 {
         load_tma_tile<OutTile>(maps.out_gradient, out, Kernel::out_tile_of(tiles, stage.index), 0,
                                row, head, queries.batch, kAgain);
         bias.produce(params, maps, work, head, tile, stage.index, out);
+        stage.advance();
+      }
+    }
+  }
+
+  // A warp fills the buffers of diagonals, in the order in which produce() copies queries.
+  CUTE_DEVICE static void produce_diagonals(BackwardParams const& params, Work const& work,
+                                            Control& control, uint32_t tiles, Stage& stage) {
+    int const group = params.shape.group;
+    CUTE_NO_UNROLL
+    for (int head = work.item.head * group; head < (work.item.head + 1) * group; ++head) {
+      auto const blocks = work.row_of_blocks(params, head);
+      CUTE_NO_UNROLL
+      for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
+        control.query.acquire(stage);
+        Diagonals::fill(params, work.position(head, tile),
+                        Kernel::diagonals_of(tiles, stage.index));
+        __syncwarp();  // all lanes have stored
+        if (threadIdx.x % kWarpSize == 0) control.query.commit(stage);
         stage.advance();
       }
     }
