@@ -137,9 +137,7 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
             continue
         table = new_table("kernel", "shared bytes", "verdict")
         for spec, refused in select.explain(problem, strategy):
-            verdict = "; ".join(refused) or (
-                f"selected: {spec.tile.reason}" if spec == selected else "fits, with more padding"
-            )
+            verdict = "; ".join(refused) or tables.merit(spec, selected)
             style = "green" if spec == selected else None
             table.add_row(spec.name, str(spec.shared_bytes), verdict, style=style)
         out.print(table)

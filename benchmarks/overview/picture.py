@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from reporting import plots
 
 from overview.comparison import DIRECTIONS, Row
@@ -21,7 +24,40 @@ _TICKS = (0.5, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16)
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Write an SVG or a PNG; the same rows give the same file. It can be read on a phone."""
-    figure, axis = plt.subplots(figsize=(4.8, 1.2 + 0.36 * len(rows)), layout="constrained")
+    figure = drawn(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without a date and with fixed ids, the file depends on the results alone.
+    with matplotlib.rc_context({"svg.hashsalt": "overview", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def drawn(rows: Sequence[Row]) -> Figure:
+    """The picture, with a plot for each device. They have one scale."""
+    devices = [list(own) for _, own in itertools.groupby(rows, key=lambda row: row.device)]
+    figure, axes = plt.subplots(
+        len(devices),
+        sharex=True,
+        squeeze=False,
+        figsize=(4.8, 1.0 + 0.25 * len(devices) + 0.36 * len(rows)),
+        height_ratios=[len(own) for own in devices],
+        layout="constrained",
+    )
+    for axis, own in zip(axes.flat, devices, strict=True):
+        axis.set_title(own[0].device, fontsize=9, loc="left")
+        _points(axis, own)
+        _labels(axis, own)
+    last = axes.flat[-1]
+    _scale(last, [cell.ratio for row in rows for cell in row.cells])
+    handles = [
+        last.plot([], [], mark, color="#555", label=plots.TITLES[direction].lower())[0]
+        for direction, mark in _MARKS.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    return figure
+
+
+def _points(axis: Axes, rows: Sequence[Row]) -> None:
     axis.axvspan(0.01, 1, color="#fee0d2", zorder=0)
     axis.axvline(1, color="black", linewidth=1)
     for number, row in enumerate(rows):
@@ -37,31 +73,24 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                     alpha=0.75,
                     markeredgewidth=0,
                 )
-    _axes(axis, rows)
-    handles = [
-        axis.plot([], [], mark, color="#555", label=plots.TITLES[direction].lower())[0]
-        for direction, mark in _MARKS.items()
+
+
+def _labels(axis: Axes, rows: Sequence[Row]) -> None:
+    slower = [sum(cell.is_slower for cell in row.cells) for row in rows]
+    labels = [
+        f"{row.title}\n{row.date}: {count} of {len(row.cells)} slower"
+        for row, count in zip(rows, slower, strict=True)
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date and with fixed ids, the file depends on the results alone.
-    with matplotlib.rc_context({"svg.hashsalt": "overview", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
-
-
-def _axes(axis, rows: Sequence[Row]) -> None:
-    several = len({row.device for row in rows}) > 1
-    labels = []
-    for row in rows:
-        slower = sum(cell.is_slower for cell in row.cells)
-        title = f"{row.title}, {row.device}" if several else row.title
-        labels.append(f"{title}\n{row.date}: {slower} of {len(row.cells)} slower")
     axis.set_yticks(range(len(rows)), labels, fontsize=8)
-    for label, row in zip(axis.get_yticklabels(), rows, strict=True):
-        label.set_color(_COLORS[1] if any(cell.is_slower for cell in row.cells) else "black")
+    for label, count in zip(axis.get_yticklabels(), slower, strict=True):
+        label.set_color(_COLORS[1] if count else "black")
     axis.set_ylim(len(rows) - 0.5, -0.5)
-    ratios = [cell.ratio for row in rows for cell in row.cells] or [1.0]
+    axis.grid(axis="x", alpha=0.3)
+    for place in range(1, len(rows)):
+        axis.axhline(place - 0.5, color="#ccc", linewidth=0.5)
+
+
+def _scale(axis: Axes, ratios: Sequence[float]) -> None:
     lowest, highest = min(0.9, *ratios) * 0.97, max(1.1, *ratios) * 1.05
     axis.set_xscale("log")
     axis.set_xlim(lowest, highest)
@@ -69,6 +98,3 @@ def _axes(axis, rows: Sequence[Row]) -> None:
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
     axis.minorticks_off()
     axis.set_xlabel("fastest peer's time / ours (red: slower)", fontsize=9)
-    axis.grid(axis="x", alpha=0.3)
-    for place in range(1, len(rows)):
-        axis.axhline(place - 0.5, color="#ccc", linewidth=0.5)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.resources
+import os
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from jax_memeff.codegen.toolchain import parts
 from jax_memeff.codegen.toolchain.parts import CCCL, CUDART, CUTLASS, Found
@@ -17,6 +21,9 @@ _VERSION_MACROS = {
     CUDART: ("CUDART_VERSION",),
     CCCL: ("CCCL_VERSION",),
 }
+
+_TICK = 10**9
+"""Nanoseconds; file systems that keep whole seconds have the longest tick."""
 
 
 def own_include_dir() -> Path:
@@ -58,24 +65,57 @@ def digest() -> bytes:
     macros leave out.
     """
     others = sorted(versions().items()), [found.version for found in _found()]
-    return _with_own_text(repr(others).encode())
+    return hashlib.sha256(repr(others).encode() + own_digest()).digest()
 
 
 def own_digest() -> bytes:
-    """SHA-256 over the names and the text of our headers."""
-    return _with_own_text(b"")
+    """SHA-256 over the names and the text of our headers.
+
+    Every call looks at the files, so that an old kernel is never used after a header was edited.
+    They are read again only if one has changed, because every kernel that is looked up needs this.
+    """
+    own = str(own_include_dir())
+    files = tuple(sorted(_files(own, ())))
+    # Two changes within a tick of the clock have the same time.
+    is_recent = any(file.changed > time.time_ns() - _TICK for file in files)
+    return (_digest_of if is_recent else _known_digest_of)(own, files)
 
 
-def _with_own_text(first: bytes) -> bytes:
-    # Read at every call, so that an old kernel is never used after a header was edited.
-    own = own_include_dir()
-    digest = hashlib.sha256(first)
-    for file in sorted(own.rglob("*")):
-        if file.is_file():
-            text = file.read_bytes()
-            digest.update(f"{file.relative_to(own).as_posix()} {len(text)}\n".encode())
-            digest.update(text)
+class _File(NamedTuple):
+    """A file, by the components of its name below the directory, and what changes with its text.
+
+    Only the operating system sets the time of the last change. Programs that copy files also set
+    the time of modification, so it is no evidence.
+    """
+
+    name: tuple[str, ...]
+    inode: int
+    size: int
+    changed: int
+
+
+def _files(directory: str, above: tuple[str, ...]) -> Iterator[_File]:
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            name = (*above, entry.name)
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(entry.path, name)
+            elif entry.is_file():
+                status = entry.stat()
+                yield _File(name, status.st_ino, status.st_size, status.st_ctime_ns)
+
+
+def _digest_of(directory: str, files: tuple[_File, ...]) -> bytes:
+    digest = hashlib.sha256()
+    for file in files:
+        with open(os.path.join(directory, *file.name), "rb") as stream:
+            text = stream.read()
+        digest.update(f"{'/'.join(file.name)} {len(text)}\n".encode())
+        digest.update(text)
     return digest.digest()
+
+
+_known_digest_of = functools.lru_cache(maxsize=1)(_digest_of)
 
 
 @functools.cache

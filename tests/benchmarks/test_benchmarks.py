@@ -275,9 +275,17 @@ def test_unknown_names_are_refused_with_the_known_ones(modules):
         modules("programs.peers").peers("memeff")
 
 
-def test_the_time_of_code_generation_has_the_lowering_and_the_generator(modules):
-    generates_code = modules("first_result")._generates_code
-    lowering = importlib.import_module("jax_memeff._cuda.lowering")
-    select = importlib.import_module("jax_memeff.codegen.select")
-    assert generates_code(lowering.__file__) and generates_code(select.__file__)
-    assert not generates_code(importlib.import_module("jax_memeff._api.attention").__file__)
+def test_the_time_of_code_generation_has_every_lowering_and_its_import(modules, monkeypatch):
+    _cuda = importlib.import_module("jax_memeff._cuda")
+    primitives = importlib.import_module("jax_memeff._op.primitives")
+    module = importlib.import_module("jax_memeff._cuda.lowering")
+    monkeypatch.setattr(_cuda, "lowering", module)
+    monkeypatch.delitem(sys.modules, module.__name__)  # as in a fresh process
+    timed = modules("first_result").TimedLowering()
+    assert timed.seconds == 0
+    for lower in (primitives._cuda_forward, primitives._cuda_backward):
+        before = timed.seconds
+        with pytest.raises((AttributeError, TypeError)):  # no call is there to lower
+            lower(None, tree=None, options=None)
+        assert timed.seconds > before and _cuda.lowering is timed
+    assert module.__name__ in sys.modules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -113,6 +114,24 @@ def test_the_picture_names_every_row_and_its_losses(overview, tmp_path):
         assert f"{title}</text>" in drawn and f": {count} slower</text>" in drawn
     overview.draw(rows, path)
     assert path.read_text() == drawn
+
+
+def test_every_word_of_the_picture_can_be_read(overview, modules):
+    """The results of the repository are from several devices, whose names are long."""
+    documents = map(modules("report").read, sorted((ROOT / "benchmarks/results").glob("*.json")))
+    rows = overview.rows(documents)
+    figure = modules("overview.picture").drawn(rows)
+    figure.draw_without_rendering()
+    devices = list(dict.fromkeys(row.device for row in rows))
+    assert [axis.get_title("left") for axis in figure.axes] == devices
+    ticks = [label for axis in figure.axes for label in axis.get_yticklabels()]
+    last = figure.axes[-1]
+    for words in (*ticks, last.xaxis.label, *last.get_xticklabels()):
+        box = words.get_window_extent()
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1, words.get_text()
+        assert 0 <= box.y0 < box.y1 <= figure.bbox.y1, words.get_text()
+    numbers = [label.get_window_extent() for label in last.get_xticklabels()]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(numbers))
 
 
 def test_the_page_has_all_results_of_the_repository(overview):

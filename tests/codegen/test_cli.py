@@ -89,6 +89,9 @@ def test_explain_shows_choice_grid_and_source(capsys):
     )
     assert selected[:2] == [spec.name, str(spec.shared_bytes)]
     assert "head_dim 128 is above its 32; value_dim 128 is above its 32" in out
+    fits = {line.split()[0]: line for line in out.splitlines() if " fits, " in line}
+    for name, line in fits.items():
+        assert ("with more padding" in line) == ("_d128_" not in name), line
     tiles = -(-1000 // spec.tile.query)
     assert f"{tiles} tiles of {spec.tile.query} query rows for each of the query heads" in out
     assert "kMask = memeff::MaskKind::causal;" in out

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import found_parts
 import pytest
@@ -181,6 +182,32 @@ def test_key_depends_on_what_headers_say_not_on_where_they_are(cache, tmp_path, 
     assert is_cached()
     monkeypatch.setattr(headers, "versions", lambda: {"cutlass": "4.2.1"})
     assert not is_cached()
+
+
+def test_a_header_is_read_again_after_a_change_that_keeps_its_length_and_time(
+    tmp_path, monkeypatch
+):
+    header = tmp_path / "memeff.cuh"
+    monkeypatch.setattr(headers, "own_include_dir", lambda: tmp_path)
+    monkeypatch.setattr(headers, "_TICK", 0)
+    header.write_text("one")
+    digest, before = headers.own_digest(), header.stat()
+    time.sleep(0.05)  # several ticks
+    header.write_text("two")
+    os.utime(header, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert headers.own_digest() != digest
+
+
+@pytest.mark.parametrize("age", [0, 10 * 10**9])
+def test_headers_are_read_again_if_the_clock_could_have_missed_a_change(tmp_path, monkeypatch, age):
+    header = tmp_path / "memeff.cuh"
+    header.write_text("one")
+    same = headers._File((header.name,), inode=1, size=3, changed=time.time_ns() - age)
+    monkeypatch.setattr(headers, "own_include_dir", lambda: tmp_path)
+    monkeypatch.setattr(headers, "_files", lambda directory, above: [same])
+    digest = headers.own_digest()
+    header.write_text("two")
+    assert (headers.own_digest() == digest) == bool(age)
 
 
 @pytest.mark.quick

@@ -87,8 +87,7 @@ def test_a_kernel_is_found_without_a_compiler(archive, no_compiler):
 
 
 PROGRAM = """
-import sys
-sys.modules["cuda"] = None  # an environment without the packages of cuda-python
+import json, sys
 import jax, jax.numpy as jnp
 from jax_memeff import dot_product_attention
 
@@ -98,14 +97,30 @@ def loss(query, key, value):
 
 query = jax.ShapeDtypeStruct((4, 4096, 32, 128), jnp.bfloat16)
 key = jax.ShapeDtypeStruct((4, 4096, 8, 128), jnp.bfloat16)
+jax.devices()  # JAX looks for the libraries of its plugins itself
+imported, opened = set(), []
+
+def watch(event, arguments):
+    if event == "import":
+        imported.add(arguments[0].partition(".")[0])
+    elif event == "open" and isinstance(arguments[0], str):
+        opened.append(arguments[0])
+
+sys.addaudithook(watch)
 traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(query, key, key)
 lowered = traced.lower(lowering_platforms=("cuda",))
+result = sorted(imported), [name for name in opened if not name.endswith((".py", ".pyc", ".so"))]
 assert lowered.as_text().count("custom_call @jax_memeff_") == 2
+print(json.dumps(result))
 """
 
 
 def test_a_training_step_of_a_model_is_lowered_without_a_compiler(tmp_path):
-    """``build --models`` compiles exactly the kernels of the model's calls."""
+    """``build --models`` compiles exactly the kernels of the model's calls.
+
+    The process opens the archive for each kernel, and reads its own headers once. It imports
+    nothing of the compiler, and looks for no headers or wheels of others.
+    """
     path = tmp_path / "kernels.zip"
     kernels = {}
     for spec, arch in models.kernels(["llama"], ["sm_90a"]):
@@ -120,6 +135,10 @@ def test_a_training_step_of_a_model_is_lowered_without_a_compiler(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
+    imported, opened = json.loads(done.stdout)
+    assert imported and {"cuda", "nvidia", "rich"}.isdisjoint(imported)
+    own = [str(file) for file in headers.own_include_dir().rglob("*") if file.is_file()]
+    assert sorted(opened) == sorted([*own, str(path), str(path)])
 
 
 def test_an_archive_comes_before_the_cache(archive, monkeypatch):
