@@ -17,14 +17,15 @@ from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.problem import Problem
 
-B, T, S, N = 2, 400, 420, 2
-TABLE = jnp.ones(900)
+B, T, S, N, K = 2, 400, 420, 2, 1
+TABLE, ROWS = jnp.ones(900), jnp.ones(700)
 READS = {
     "one": lambda s, b, h, q, k: s + TABLE[q - k],
     "two": lambda s, b, h, q, k: s + TABLE[q - k] * TABLE[k - q + 3],
     "three": lambda s, b, h, q, k: s + TABLE[q - k] * TABLE[k - q + 3] * TABLE[k - q + 4],
     "tanh": lambda s, b, h, q, k: jnp.tanh(s * TABLE[q - k]),
     "none": lambda s, b, h, q, k: s + TABLE[k],
+    "query": lambda s, b, h, q, k: s + TABLE[q - k] * ROWS[q],
 }
 MASKS = {
     "none": Mask,
@@ -39,10 +40,13 @@ def forward(score: Any, head_dim: int = 128, dtype: Any = "bf16", **features: An
     return selected("forward", score, head_dim, dtype, **features)
 
 
-def selected(direction: Any, score: Any, head_dim: int, dtype: Any, **features: Any) -> Any:
+def selected(
+    direction: Any, score: Any, head_dim: int, dtype: Any, gradients: Any = (), **features: Any
+) -> Any:
     asked = {**features}
     if score is not None:
-        asked["functions"] = AskedFunctions(traced_score_function(score)[0], None)
+        program = traced_score_function(score)[0]
+        asked["functions"] = AskedFunctions(program, None, gradients=gradients)
     return select.select(Problem(direction, dtype, head_dim, head_dim, "sm_90a", asked))
 
 
@@ -78,12 +82,29 @@ def test_backwards_with_few_queries_share_reads(head_dim, shares):
     assert ("kSharedDiagonals = true;" in source) == shares
 
 
+@pytest.mark.parametrize(
+    ("name", "head_dim", "features", "adds"),
+    [
+        ("one", 64, {}, False),
+        ("one", 96, {}, True),
+        ("one", 128, {}, True),
+        ("one", 128, {"deterministic": True}, False),
+        ("tanh", 128, {}, True),
+        ("query", 128, {}, False),
+    ],
+)
+def test_a_warp_of_the_producer_adds_up_diagonals(name, head_dim, features, adds):
+    gradients = (0, 1) if name == "query" else (0,)
+    spec = selected("backward", READS[name], head_dim, "bf16", gradients, **features)
+    assert ("kProducerAddsStrips = true;" in emit.source(spec)) == adds
+
+
 def arrays(head_dim: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(5)
     shapes = {
         "query": (B, T, N, head_dim),
-        "key": (B, S, N, head_dim),
-        "value": (B, S, N, head_dim),
+        "key": (B, S, K, head_dim),
+        "value": (B, S, K, head_dim),
     }
     drawn = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     found = {name: x.astype(jnp.bfloat16) for name, x in drawn.items()}
@@ -126,7 +147,8 @@ def emulated(name: str, head_dim: int, mask: str, multiprocessors: int, seed: in
 
 def defined(name: str, head_dim: int, mask: str) -> Any:
     def attention(drawn: Any) -> Any:
-        scores = jnp.einsum("btnh,bsnh->bnts", drawn["query"], drawn["key"]) * head_dim**-0.5
+        key, value = (jnp.repeat(drawn[name], N // K, axis=2) for name in ("key", "value"))
+        scores = jnp.einsum("btnh,bsnh->bnts", drawn["query"], key) * head_dim**-0.5
         index = jnp.meshgrid(*map(jnp.arange, scores.shape), indexing="ij")
         flat = (x.ravel() for x in (scores, *index))
         scores = jax.vmap(score_of(name, drawn["table"]))(*flat).reshape(scores.shape)
@@ -135,7 +157,7 @@ def defined(name: str, head_dim: int, mask: str) -> Any:
         lse = jax.nn.logsumexp(jnp.where(allowed, scores, -jnp.inf), -1)
         lse = jnp.where(some, lse, 0.0)
         shares = jnp.where(allowed, jnp.exp(scores - lse[..., None]), 0.0)
-        out = jnp.einsum("bnts,bsnh->btnh", shares, drawn["value"])
+        out = jnp.einsum("bnts,bsnh->btnh", shares, value)
         return out, jnp.where(some, lse, -jnp.inf).swapaxes(1, 2)
 
     with jax.enable_x64(True):

@@ -30,6 +30,7 @@
 #include <memeff/kernels/backward/one_kernel/consumer.cuh>
 #include <memeff/kernels/backward/one_kernel/epilogue.cuh>
 #include <memeff/kernels/backward/one_kernel/producer.cuh>
+#include <memeff/kernels/backward/one_kernel/strips.cuh>
 #include <memeff/kernels/backward/postprocess.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/layout/backward_tiles_sm90.cuh>
@@ -84,6 +85,10 @@ struct FmhaBackwardSm90 {
   using DqSums =
       cute::conditional_t<kTmaDq, TmaDqSumsSm90<Config, Tiles>, RegisterDqSumsSm90<Config, Tiles>>;
 
+  using Strips =
+      cute::conditional_t<Config::kProducerAddsStrips, ProducerAddsStrips<Config, FmhaBackwardSm90>,
+                          ConsumersAddStrips<Config, FmhaBackwardSm90>>;
+
   static constexpr bool kPersistent = Config::kPersistent;
   static_assert(!kPersistent ||
                 (kTmaDq && !Config::kOrdersQueries && !Config::kSplitQ && !Config::kBlockMask));
@@ -92,7 +97,7 @@ struct FmhaBackwardSm90 {
   // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.
   using Bias = QBlockBiasRing<Config, Tiles, kStages>;
   using Diagonals = SharedDiagonals<Config, ScoreGrid, kTileKey, kTileQuery, true>;
-  static_assert(!Diagonals::kIsOn || !kPersistent);
+  static_assert(!(Diagonals::kIsOn || Config::kProducerAddsStrips) || !kPersistent);
   using Function = typename Diagonals::Function;
   using FunctionReads = typename Function::Reads;
   using Modifiers = ScoreModifiers<Config, Bias, Function>;
@@ -109,9 +114,10 @@ struct FmhaBackwardSm90 {
   static constexpr int kWarpBiasOffset = kDiagonalsOffset + kStages * Diagonals::kBytes;
   static constexpr int kBiasOffset = Bias::kTmaBias ? kTmaBiasOffset : kWarpBiasOffset;
   static constexpr int kSumsOffset = kWarpBiasOffset + Bias::kWarpBytes;
-  static constexpr int kControlOffset = kSumsOffset + CapturedSums::kSharedBytes;
+  static constexpr int kWindowsOffset = kSumsOffset + CapturedSums::kSharedBytes;
+  static constexpr int kControlOffset = kWindowsOffset + Strips::kWindowBytes;
 
-  struct Control : DqSums::Control {
+  struct Control : DqSums::Control, Strips::Control {
     Pipeline<kStages> query;         // also covers the statistics of their rows, and diagonals
     Pipeline<kStages> out_gradient;  // also covers the bias
     Pipeline<kKeyStages> key;        // also covers the values
@@ -190,6 +196,7 @@ struct FmhaBackwardSm90 {
       control.out_gradient.init(kConsumerWarps);
       control.key.init(kConsumerWarps);
       DqSums::init(params, control, kConsumerWarps);
+      Strips::init(control);
       fence_barrier_init();
     }
     __syncthreads();
@@ -211,6 +218,9 @@ struct FmhaBackwardSm90 {
         if (thread == 0) Producer::produce(params, maps, work, control, tiles, {}, stage);
         if (Diagonals::kIsOn && thread / kWarpSize == 3) {
           Producer::produce_diagonals(params, work, control, tiles, stage);
+        }
+        if (thread / kWarpSize == 2) {
+          Strips::produce(params, control, work, tiles + kWindowsOffset);
         }
         PipelineStage<1> sums;
         DqSums::produce(params, control, work.item, work.tiles, tiles + kDqOffset, thread, sums);
@@ -373,7 +383,8 @@ struct FmhaBackwardSm90 {
         auto query_gradient = QueryProductGrid::make_accumulators();  // (4, 1, MMA_N)
         consumer.begin_value_gradient(probabilities, out_tile, value_gradient);
         consumer.begin_query_gradient(warpgroup, score_tile, query_gradient);
-        CapturedSums(params, work.position(head, tile), tiles + kSumsOffset).add_strip(0);
+        Strips::add(CapturedSums(params, work.position(head, tile), tiles + kSumsOffset), control,
+                    tiles + kWindowsOffset, warpgroup, score_buffer);
         wait_products<Config::kQueryGradient>();  // dV
         fence_accumulators(value_gradient);
         if (leader) control.out_gradient.release(stage);

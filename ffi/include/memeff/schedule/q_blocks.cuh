@@ -41,6 +41,23 @@ CUTE_DEVICE TileRange q_block_range(BackwardParams const& params, WorkItem const
   return range;
 }
 
+// Calls use(query_head, tile, position) for each Q block of a CTA. Positions count all Q blocks
+// that the CTAs of a key head may have, in the same order.
+template <class Config, class Use>
+CUTE_DEVICE void for_each_q_block(BackwardParams const& params, WorkItem const& item,
+                                  TileRange const& tiles, Use const& use) {
+  CUTE_NO_UNROLL
+  for (int head = 0; head < params.shape.group; ++head) {
+    int const query_head = item.head * params.shape.group + head;
+    auto const blocks =
+        row_of_q_blocks<Config>(params, item, tiles, params.query_tiles, query_head);
+    CUTE_NO_UNROLL
+    for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
+      use(query_head, tile, head * params.query_tiles + tile);
+    }
+  }
+}
+
 // Iterates over the Q blocks of a CTA. Without a block mask every head has all Q blocks of a range,
 // and a cursor is a counter.
 template <int kTileQuery, bool kBlockMask>

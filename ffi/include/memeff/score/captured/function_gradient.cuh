@@ -17,6 +17,7 @@
 #include <memeff/core/function/of_tile.cuh>
 #include <memeff/core/function/sums.cuh>
 #include <memeff/score/captured/additions.cuh>
+#include <memeff/score/captured/diagonal_window.cuh>
 #include <memeff/score/captured/strip_sums.cuh>
 
 namespace memeff {
@@ -62,6 +63,21 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
 
  public:
   static constexpr int kSharedBytes = kStrips * kWarps * Strip::kWarpBytes;
+
+  // The reads that are summed along diagonals, for a kernel in which one warp adds up the sums of
+  // all warps (diagonal_window.cuh). No other read may have a strip.
+  static constexpr int kDiagonalReads = kStrips;
+  using Window = DiagonalWindow<Grid>;
+
+  // Calls use(read, index) for each of them.
+  template <class Use>
+  CUTE_DEVICE static void for_each_diagonal_read(Use const& use) {
+    cute::for_each(cute::make_seq<kReads>{}, [&](auto read) {
+      constexpr int kRead = decltype(read)::value;
+      static_assert(Arrays::kSums[kRead] != kOfColumns);
+      if constexpr (in_strip(kRead)) use(read, cute::C<strips_before(kRead)>{});
+    });
+  }
 
   // Sums in registers over several tiles of one head with the same rows of the accumulators.
   struct Sums {
@@ -128,6 +144,13 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
     }
   }
 
+  // Stores the sums along diagonals in the windows that begin at `windows`.
+  CUTE_DEVICE void store_diagonals(uint32_t windows) const {
+    for_each_diagonal_read([&](auto read, auto index) {
+      Window::store(windows + index * Window::kBytes, own_strip<decltype(read)::value>());
+    });
+  }
+
   // Adds the sums in registers to global memory.
   CUTE_DEVICE void add_sums(Sums const& sums) const {
     cute::for_each(cute::make_seq<kReads>{}, [&](auto read) {
@@ -143,6 +166,18 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
           }
         }
       }
+    });
+  }
+
+  // Adds to the element that is read at a row and a column of the accumulators. Hazard: all lanes
+  // of the warp must call it.
+  template <int kRead>
+  CUTE_DEVICE void add(int major, int minor, float sum) const {
+    at(major, minor, [&](auto const&... inputs) {
+      long long offsets[kReads];
+      Function::read_offsets(inputs..., offsets);
+      // A masked element may have any offset. Its sum is 0, so it passes -1.
+      CapturedGradient<Config, kRead>(params_, batch_).add(sum == 0.0f ? -1 : offsets[kRead], sum);
     });
   }
 
@@ -199,17 +234,6 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
       // Any element of the column or diagonal gives the offset, even one outside the tile.
       add<kRead>(first_row, first_column + index, sum);
     }
-  }
-
-  // Hazard: all lanes of the warp must call it, each for one element of the accumulators.
-  template <int kRead>
-  CUTE_DEVICE void add(int major, int minor, float sum) const {
-    at(major, minor, [&](auto const&... inputs) {
-      long long offsets[kReads];
-      Function::read_offsets(inputs..., offsets);
-      // A masked element may have any offset. Its sum is 0, so it passes -1.
-      CapturedGradient<Config, kRead>(params_, batch_).add(sum == 0.0f ? -1 : offsets[kRead], sum);
-    });
   }
 
   template <class Use>
