@@ -47,7 +47,7 @@ CLOSURE_DIMS = tuple(
 )
 """The head dims of ``closure``: ``TUNED_DIMS``, and those that only one kernel serves."""
 
-_COMMON_BIAS = {"bias": AskedBias("16", "shared")}
+_COMMON_BIAS = {"bias": AskedBias("16", "common")}
 
 _STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
     *(({}, Strategy(query_rows=rows)) for rows in QUERY_ROWS),

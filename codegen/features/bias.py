@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from ..spec import Kernel, KernelSpec
 
 BiasBits = Literal["16", "32"]
-BiasLayout = Literal["full", "shared", "columns", "rows"]
+BiasLayout = Literal["full", "common", "columns", "rows"]
 BiasAccess = Literal["vectors", "words", "columns", "rows", "elements"]
-BiasGradient = Literal["none", "full", "shared", "columns", "dbias_kernel"]
+BiasGradient = Literal["none", "full", "common", "columns", "dbias_kernel"]
 
 BIAS_BITS: tuple[BiasBits, ...] = ("16", "32")
-BIAS_LAYOUTS: tuple[BiasLayout, ...] = ("full", "shared", "columns", "rows")
+BIAS_LAYOUTS: tuple[BiasLayout, ...] = ("full", "common", "columns", "rows")
 BIAS_ACCESSES: tuple[BiasAccess, ...] = ("vectors", "words", "columns", "rows", "elements")
-BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "shared", "columns", "dbias_kernel")
+BIAS_GRADIENTS: tuple[BiasGradient, ...] = ("none", "full", "common", "columns", "dbias_kernel")
 
 _DIMS = (
     *("BNTS", "1NTS", "B1TS", "11TS"),
@@ -45,7 +45,7 @@ class AskedBias:
     """A bias as a call passes it.
 
     ``layout`` is ``rows`` if the bias is broadcast over columns, else ``columns`` if over rows,
-    else ``shared`` if over batch indices or heads, else ``full``. Each of its rows begins at a
+    else ``common`` if over batch indices or heads, else ``full``. Each of its rows begins at a
     multiple of ``alignment`` bytes.
 
     Raises ``ValueError`` for a value that no bias can have.
@@ -78,14 +78,14 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
 
     name, title = "bias", "bias"
     off = None
-    together = AskedBias("32", "shared")
+    together = AskedBias("32", "common")
     alone = (
         {"bias": AskedBias("16")},
-        {"bias": AskedBias("16", "shared")},
-        {"bias": AskedBias("16", "shared", alignment=2)},
+        {"bias": AskedBias("16", "common")},
+        {"bias": AskedBias("16", "common", alignment=2)},
         {"bias": AskedBias("16", "columns")},
         {"bias": AskedBias("16", "rows")},
-        {"bias": AskedBias("32", "shared")},
+        {"bias": AskedBias("32", "common")},
     )
     operands = (
         Operand(
@@ -192,7 +192,7 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
             "--bias-layout",
             choices=BIAS_LAYOUTS,
             default=BIAS_LAYOUTS[0],
-            help="broadcast over batch indices or heads (shared), over rows (columns), or over "
+            help="broadcast over batch indices or heads (common), over rows (columns), or over "
             "columns (rows)",
         )
 
@@ -224,7 +224,7 @@ def _gradient(asked: AskedBias, problem: Problem, kernel: Kernel) -> BiasGradien
         return "none"
     if asked.layout == "rows":
         return "none"
-    if asked.layout == "shared" and (problem[DETERMINISTIC] or not kernel.sums_common_bias):
+    if asked.layout == "common" and (problem[DETERMINISTIC] or not kernel.sums_common_bias):
         return "dbias_kernel"
     return asked.layout
 

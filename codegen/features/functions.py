@@ -247,12 +247,15 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
                     f"{title} reads an array with {most} dims; kernels read at most "
                     f"{MOST_DIMS - 1}: reshape it, or pass implementation='xla'"
                 )
-        count = 3 + sum(len(program.arrays) for program in asked.programs.values())
-        count += len(asked.gradients) + asked.exact
-        if count > MOST_ARRAYS - 2:  # sinks and delta
+        arrays = sum(len(program.arrays) for program in asked.programs.values())
+        # Literals and the indices of batch and heads precede them, and deterministic sums have a
+        # scale. Sinks and delta may follow.
+        room = MOST_ARRAYS - 5 - asked.exact
+        if arrays + len(asked.gradients) > room:
+            gradients = f", and the gradients of {len(asked.gradients)}" if asked.gradients else ""
             reasons.append(
-                f"functions read {count - 3} arrays; kernels read at most {MOST_ARRAYS - 5}: "
-                "combine some, or pass implementation='xla'"
+                f"functions read {arrays} arrays{gradients}; kernels have room for {room} arrays "
+                "and gradients together: stack some arrays, or pass implementation='xla'"
             )
         return reasons
 

@@ -117,14 +117,14 @@ class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
         entries = [own("preprocess")]
         if "query" in spec.gradients:
             entries.append(own("dq", without_sums, block_mask=spec.block_mask("queries")))
-        sums_bias = gradient in ("full", "shared", "columns")
+        sums_bias = gradient in ("full", "common", "columns")
         functions = spec[FUNCTIONS]
         sums_functions = functions is not None and bool(functions.gradients)
         if {"key", "value"} & set(spec.gradients) or sums_bias or sums_functions:
             block_mask = spec.block_mask("keys")
             grid = key_tile_grid(spec)
             entries.append(own("dkdv", spec.shared_bytes, grid=grid, block_mask=block_mask))
-        if gradient in ("shared", "columns"):
+        if gradient in ("common", "columns"):
             entries.append(own("dbias_postprocess", grid=bias_tile_grid(spec)))
         if gradient == "dbias_kernel":
             block_mask = spec.block_mask("queries")

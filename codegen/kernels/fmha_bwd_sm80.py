@@ -312,7 +312,7 @@ def summing_entry_points(
     if "query" in spec.gradients:
         query_tile = spec.tile.query * tile_columns(spec.padded_head_dim) * spec.element_bytes
         entries.append(around("postprocess", "Postprocess", query_tile, overlaps=overlaps))
-    if bias_gradient(spec) in ("shared", "columns"):
+    if bias_gradient(spec) in ("common", "columns"):
         entries.append(around("dbias_postprocess", "DbiasPostprocess", grid=bias_tile_grid(spec)))
     if bias_gradient(spec) == "dbias_kernel":
         entries.append(dbias)

@@ -165,7 +165,7 @@ class FmhaBwdTwoKernelSm90(WgmmaBackward):
             block_mask = spec.block_mask("keys", WARPGROUP_ROWS)
             grid = key_tile_grid(spec)
             entries.append(own("dkdv", "Dkdv", key_bytes, grid=grid, block_mask=block_mask))
-        if gradient in ("shared", "columns"):
+        if gradient in ("common", "columns"):
             entries.append(
                 around("dbias_postprocess", "DbiasPostprocess", grid=bias_tile_grid(spec))
             )

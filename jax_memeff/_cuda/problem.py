@@ -87,7 +87,7 @@ class Call:
             return "full"
         if shape[3] == 1 and scores[3] != 1:
             return "rows"
-        return "columns" if shape[2] == 1 else "shared"
+        return "columns" if shape[2] == 1 else "common"
 
     @property
     def bias_alignment(self) -> int:

@@ -40,6 +40,10 @@ _WHOLE_TOKENS = (
     "packed sequences cannot be cut: shard the heads over it, or give every device sequences of "
     "its own inside jax.shard_map"
 )
+_WHOLE_POOL = (
+    "key_pages and value_pages cannot be cut into pages: shard their heads over it, or give every "
+    "device a pool of its own inside jax.shard_map"
+)
 _WHOLE_HEAD_DIM = "every device needs whole heads: shard the batch or the heads over it"
 
 _NOT_SHARDED = {
@@ -47,6 +51,7 @@ _NOT_SHARDED = {
     "positions": ("sequence dim", _WHOLE_SEQUENCES),
     "query_tokens": ("token dim", _WHOLE_TOKENS),
     "key_tokens": ("token dim", _WHOLE_TOKENS),
+    "pool_tokens": ("dim of the tokens of all pages", _WHOLE_POOL),
     "sequences": ("dim of the sequences", _WHOLE_TOKENS),
     "head_dim": ("head dim", _WHOLE_HEAD_DIM),
     "value_dim": ("head dim", _WHOLE_HEAD_DIM),
@@ -175,10 +180,13 @@ def even_tokens(operands: Any) -> int | None:
 
 
 def _shardable(names: str, operands: Any) -> str:
-    """The names of dims; sequences and tokens have different names if they may be sharded."""
-    if even_tokens(operands) is None:
-        return names
-    return " ".join(_EVEN.get(name, name) for name in names.split())
+    """The names of dims; sequences and tokens have different names if they may be sharded, and so
+    have the keys of a pool.
+    """
+    renamed = {} if pages_of(operands) is None else {"key_tokens": "pool_tokens"}
+    if even_tokens(operands) is not None:
+        renamed |= _EVEN
+    return " ".join(renamed.get(name, name) for name in names.split())
 
 
 def _named(dim: str, size: int) -> str:

@@ -232,12 +232,12 @@ def test_an_interrupted_build_goes_on_where_it_was(capsys, monkeypatch):
 def test_explain_tells_why_each_kernel_is_rejected(capsys):
     code, out = run(
         capsys, "explain", "--dtype", "bf16", "--head-dim", "64", "--arch", "sm_90a",
-        "--segments", "--boolean", "--bias", "16", "--bias-layout", "shared",
+        "--segments", "--boolean", "--bias", "16", "--bias-layout", "common",
     )  # fmt: skip
     assert code == 0
     problem = Problem(
         "forward", "bf16", 64, 64, "sm_90a",
-        {"segments": True, "boolean": True, "bias": AskedBias("16", "shared")},
+        {"segments": True, "boolean": True, "bias": AskedBias("16", "common")},
     )  # fmt: skip
     verdicts = {spec.name: refused for spec, refused in select.explain(problem)}
     assert {name.split("_")[-1] for name in verdicts} == {"sm80", "sm90"}

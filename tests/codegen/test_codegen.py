@@ -120,7 +120,7 @@ def test_backward_computes_only_needed_gradients(needs_grad):
     assert reason.startswith("it computes the gradients of query, key, value, not of ")
 
 
-@pytest.mark.parametrize("layout", ["full", "shared", "columns"])
+@pytest.mark.parametrize("layout", ["full", "common", "columns"])
 @pytest.mark.parametrize("bits", ["16", "32"])
 def test_bias_and_its_gradient(bits, layout):
     needs_grad = ("query", "key", "value", "bias")
@@ -141,7 +141,7 @@ def test_bias_and_its_gradient(bits, layout):
 
 def test_a_broadcast_bias_has_the_forward_of_a_full_one():
     full, shared = (
-        select.select(problem(bias=AskedBias("16", layout))) for layout in ("full", "shared")
+        select.select(problem(bias=AskedBias("16", layout))) for layout in ("full", "common")
     )
     assert full == shared
 
@@ -194,7 +194,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
 
 @pytest.mark.parametrize("needs_grad", [("bias",), ("query", "bias"), ("value", "bias")])
 def test_the_bias_gradient_of_large_dims_is_in_dkdv_or_in_a_dbias_kernel(needs_grad):
-    asked = problem("backward", "f16", 264, bias=AskedBias("16", "shared"), needs_grad=needs_grad)
+    asked = problem("backward", "f16", 264, bias=AskedBias("16", "common"), needs_grad=needs_grad)
     spec = select.select(asked)
     names = [entry.name.removeprefix(f"{spec.name}_") for entry in spec.entry_points]
     query = ["dq"] * ("query" in needs_grad)

@@ -46,7 +46,7 @@ def test_grids_have_the_tiles_that_tokens_of_packed_sequences_fill(arch, head_di
     needs_grad = ("query", "key", "value", "bias")
     for bias, counts_tokens in (
         (None, True),
-        (AskedBias("16", "shared"), arch == "sm_90a" and head_dim < 320),  # in a kernel of its own
+        (AskedBias("16", "common"), arch == "sm_90a" and head_dim < 320),  # in a kernel of its own
         (AskedBias("16", "full"), False),  # zeros beyond the lengths
     ):
         asked = problem("backward", **packed, bias=bias, needs_grad=needs_grad)
@@ -85,7 +85,7 @@ def test_few_kv_blocks_use_split_q():
     for owned in others:
         assert not select.select(problem("backward", **hopper, **owned), few).split_q
     dbias_kernel: dict[str, Any] = {
-        "bias": AskedBias("16", "shared"),
+        "bias": AskedBias("16", "common"),
         "needs_grad": ("query", "key", "bias"),
     }
     assert select.select(problem("backward", **hopper, **dbias_kernel), few).split_q
@@ -135,7 +135,7 @@ def test_hopper_has_a_dbias_kernel_for_broadcast_biases(head_dim, bias, pairs):
         "backward",
         head_dim=head_dim,
         arch="sm_90a",
-        bias=AskedBias(bias, "shared"),
+        bias=AskedBias(bias, "common"),
         needs_grad=needs_grad,
     )
     spec = select.select(asked)
@@ -174,15 +174,15 @@ def test_the_dkdv_kernel_has_as_many_buffers_as_fit(head_dim, value_dim, bias, b
 @pytest.mark.parametrize(
     ("bias", "changes", "tma"),
     [
-        (AskedBias("16", "shared"), {}, True),
+        (AskedBias("16", "common"), {}, True),
         (AskedBias("16", "full"), {}, True),
-        (AskedBias("16", "shared", alignment=8), {}, False),
-        (AskedBias("32", "shared"), {}, False),
+        (AskedBias("16", "common", alignment=8), {}, False),
+        (AskedBias("32", "common"), {}, False),
         (AskedBias("16", "columns"), {}, False),
-        (AskedBias("16", "shared"), {"head_dim": 256}, True),
+        (AskedBias("16", "common"), {"head_dim": 256}, True),
         (AskedBias("16", "full"), {"head_dim": 256}, True),
-        (AskedBias("16", "shared"), {"direction": "forward", "needs_grad": ()}, False),
-        (AskedBias("16", "shared"), {"arch": "sm_80"}, False),
+        (AskedBias("16", "common"), {"direction": "forward", "needs_grad": ()}, False),
+        (AskedBias("16", "common"), {"arch": "sm_80"}, False),
     ],
 )
 def test_hopper_copies_a_bias_with_aligned_rows_by_tma(bias, changes, tma):

@@ -137,6 +137,39 @@ def test_precision_chooses_the_products_of_float32_only(fake_compiler, precision
     assert [spec.dtype for spec, _ in fake_compiler] == [dtype, dtype, "f16", "f16"]
 
 
+@pytest.mark.parametrize(
+    ("count", "deterministic", "message"),
+    [
+        (11, False, r"read 11 arrays, and the gradients of 11; kernels have room for 11 arrays"),
+        (6, False, r"read 6 arrays, and the gradients of 6; kernels have room for 11 arrays"),
+        (6, True, r"read 6 arrays, and the gradients of 6; kernels have room for 10 arrays"),
+    ],
+)
+def test_kernels_have_room_for_few_arrays_and_gradients(
+    fake_compiler, count, deterministic, message
+):
+    """A forward has room for 11 arrays, a backward for 5 and their gradients."""
+
+    def function(arrays, *x):
+        return loss(
+            *x,
+            score_mod=lambda s, b, h, q, k: s + sum(array[h] for array in arrays),
+            deterministic_backward=deterministic,
+        )
+
+    def gradient(count):
+        return lower(
+            jax.grad(function, (0, 1)), [jax.ShapeDtypeStruct((4,), "float32")] * count, *shapes()
+        )
+
+    lower(function, [jax.ShapeDtypeStruct((4,), "float32")] * 11, *shapes())
+    with pytest.raises(UnsupportedError, match=r"read 12 arrays; kernels have room for 11"):
+        lower(function, [jax.ShapeDtypeStruct((4,), "float32")] * 12, *shapes())
+    gradient(5)
+    with pytest.raises(UnsupportedError, match=message):
+        gradient(count)
+
+
 def test_unknown_devices_are_an_error(monkeypatch):
     monkeypatch.delenv("JAX_MEMEFF_ARCHS")
     if jax.default_backend() == "gpu":

@@ -72,12 +72,55 @@ def test_rows_without_keys():
 
 def test_nan_reaches_the_results():
     out, lse = jnp.ones((2, 1, 8)), jnp.zeros((2, 1))
-    for wrong in (lse.at[0].set(jnp.nan), lse.at[0].set(jnp.inf)):
-        for parts in ([(out, wrong), (out, lse)], [(out, lse), (out, wrong)], [(out, wrong)]):
-            merged_out, merged_lse = jax_memeff.merge_attention(parts)
-            assert jnp.isnan(merged_out[0]).all() and jnp.isnan(merged_lse[0]).all()
-            np.testing.assert_allclose(merged_out[1], 1)
-            assert jnp.isfinite(merged_lse[1]).all()
+    wrong = lse.at[0].set(jnp.nan)
+    for parts in ([(out, wrong), (out, lse)], [(out, lse), (out, wrong)], [(out, wrong)]):
+        merged_out, merged_lse = jax_memeff.merge_attention(parts)
+        assert jnp.isnan(merged_out[0]).all() and jnp.isnan(merged_lse[0]).all()
+        np.testing.assert_allclose(merged_out[1], 1)
+        assert jnp.isfinite(merged_lse[1]).all()
+    (merged_out, _) = jax_memeff.merge_attention([(out, lse), (out * jnp.nan, lse + jnp.inf)])
+    assert jnp.isnan(merged_out).all()
+
+
+def test_a_part_without_keys_may_hold_nan():
+    out, lse = jnp.ones((2, 1, 8)), jnp.zeros((2, 1))
+    none = jnp.full_like(out, jnp.nan), jnp.full_like(lse, -jnp.inf)
+
+    def merged_out(*arrays):
+        return jnp.sum(jax_memeff.merge_attention([arrays[:2], arrays[2:]])[0])
+
+    found = jax_memeff.merge_attention([none, (out, lse), none])
+    for got, want in zip(found, (out, lse), strict=True):
+        np.testing.assert_array_equal(got, want)
+    gradients = jax.grad(merged_out, (0, 1, 2, 3))(out, lse, *none)
+    assert all(jnp.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_a_sink_of_infinity_takes_the_whole_row():
+    query, key, value = arrays()
+    sinks = jnp.array([jnp.inf, 0.5, -jnp.inf, -3.0])
+
+    def loss(function: Any) -> Any:
+        return lambda *arrays: jnp.sum(jnp.sin(function(*arrays)[0]))
+
+    def whole(query, key, value, sinks):
+        return jax_memeff.dot_product_attention(
+            query, key, value, sinks=sinks, return_residual=True
+        )
+
+    def in_parts(query, key, value, sinks):
+        first = whole(query, key[:, :7], value[:, :7], sinks)
+        return jax_memeff.merge_attention([first, whole(query, key[:, 7:], value[:, 7:], None)])
+
+    for got, want in zip(
+        in_parts(query, key, value, sinks), whole(query, key, value, sinks), strict=True
+    ):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+    places = (0, 1, 2, 3)
+    found = jax.grad(loss(in_parts), places)(query, key, value, sinks)
+    expected = jax.grad(loss(whole), places)(query, key, value, sinks)
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_16_bits():

@@ -195,3 +195,11 @@ def test_pages_are_not_divided():
     specs = (P(), P("x"), P("x"), P(), P())
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"key_pages of shape.*is sharded as"):
         paging.paged_attention(*put(mesh, specs, case()[:5]))
+
+
+def test_pages_are_not_divided_automatically():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=HOST[:4])
+    specs = (P(), P("x"), P("x"), P(), P())
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="key_pages and value_pages cannot be"):
+        given = put(mesh, specs, case()[:5])
+        jax.jit(paging.paged_attention).lower(*given).compile()

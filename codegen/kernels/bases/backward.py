@@ -70,14 +70,14 @@ class Backward(Kernel):
     ) -> Iterator[Workspace]:
         yield Workspace("row_statistics", (2 * sizes.padded_queries(spec.tile.query),))
         bias = spec[BIAS]
-        if bias is not None and bias.gradient in ("shared", "columns"):
+        if bias is not None and bias.gradient in ("common", "columns"):
             yield Workspace("bias_gradient_sum", (self._bias_sums(spec, sizes),))
 
     def _bias_sums(self, spec: KernelSpec, sizes: Sizes) -> int:
         """The size of the sums of ffi/include/memeff/score/bias/gradient.cuh."""
         slices = sizes.bias_gradient[0] * sizes.bias_gradient[1]
         rows = 1
-        if bias_gradient(spec) == "shared":
+        if bias_gradient(spec) == "common":
             rows = round_up(sizes.queries, spec.tile.query)
         elif spec[DETERMINISTIC]:
             slices = sizes.batch * sizes.heads

@@ -64,12 +64,14 @@ _TILE = WgmmaTile(
     "a sum of 64 rows takes 80 to 128 registers a thread; S of fewer rows reads more shared memory",
     modifiers=("soft cap", *MASK_MODIFIERS),
 )
-_WIDE = "the sum of dq or dk takes 144 registers a thread; with a soft cap and all masks 32 spill"
+_LARGEST = (
+    "the sum of dq or dk takes 144 registers a thread; with a soft cap and all masks 32 spill"
+)
 
 ROWS: tuple[Row, ...] = (
     *(Row(dim, dim, _TILE) for dim in (320, 384, 448, 512)),
-    Row(576, 512, dataclasses.replace(_TILE, reason=_WIDE, modifiers=MASK_MODIFIERS)),
-    Row(576, 512, dataclasses.replace(_TILE, reason=_WIDE, modifiers=("soft cap", "segments"))),
+    Row(576, 512, dataclasses.replace(_TILE, reason=_LARGEST, modifiers=MASK_MODIFIERS)),
+    Row(576, 512, dataclasses.replace(_TILE, reason=_LARGEST, modifiers=("soft cap", "segments"))),
 )
 """A tile owns ``query`` queries in one kernel and ``key`` keys in the other. A ring has panels of
 at most ``stages`` blocks; more do not help.

@@ -45,7 +45,7 @@ def check(
       (the call itself would mask their keys);
     - ``offsets`` must be in range (the call itself would clamp the positions);
     - query, key and value must be finite within the lengths (beyond them they may hold anything);
-    - bias must hold neither NaN nor +inf within the lengths;
+    - bias must hold neither NaN nor +inf within the lengths, and sinks must not hold NaN;
     - a query's segment id must be negative, or the id of a key within the lengths of the same batch
       index (the call itself would give 0 for that row).
 
@@ -87,10 +87,12 @@ def check(
             named[name] = jax.tree.map(functools.partial(_host, name), named[name])
     if paged:
         check_paged(named)
+        _sinks(named["sinks"])
         return
 
     prepare: Any = varlen.prepare if packed else api.prepare
     operands: Operands = prepare(**named).operands
+    _sinks(named["sinks"])
     in_rows, in_columns = _rows_in_use(operands, "query"), _rows_in_use(operands, "key")
     for name, array, valid in (
         ("query", operands.query, in_rows),
@@ -153,6 +155,13 @@ def _refuse(name: str, array: np.ndarray, wrong: np.ndarray, expected: str) -> N
         raise ValueError(
             f"{name} must be {expected} within the sequence lengths, got {array[index]} at index "
             f"{index} of shape {array.shape}"
+        )
+
+
+def _sinks(sinks: Any) -> None:
+    if sinks is not None and (wrong := np.isnan(np.asarray(sinks))).any():
+        raise ValueError(
+            f"sinks must not be NaN, got nan for head {np.argmax(wrong)}; -inf means no sink"
         )
 
 

@@ -31,7 +31,8 @@ def merge_attention(
 
     Returns:
         The output in the dtype of the parts, and the logsumexp. A row without keys in any part has
-        output 0 and logsumexp -inf. Only one part may include sinks.
+        output 0 and logsumexp -inf. Only one part may include sinks. Where a part has no keys, its
+        logsumexp is -inf and its output may hold anything.
 
     Raises:
         ValueError: There are no parts, or shapes differ.
@@ -70,17 +71,27 @@ def merge_attention(
                     f"{x.dtype}"
                 )
     largest = functools.reduce(jnp.maximum, (lse for _, lse in pairs))
+    # Only a sink of inf gives an infinite logsumexp. Its part then has the whole row.
+    is_whole = largest == jnp.inf
     # A row without keys subtracts 0, because -inf - -inf would be NaN. It cancels in the results.
-    subtracted = jax.lax.stop_gradient(jnp.where(largest == -jnp.inf, 0, largest))
-    total = functools.reduce(jnp.add, (jnp.exp(lse - subtracted) for _, lse in pairs))
+    subtracted = jax.lax.stop_gradient(jnp.where(jnp.isinf(largest), 0, largest))
+    exponents = (
+        jnp.where(is_whole, jnp.where(lse == jnp.inf, 0, -jnp.inf), lse - subtracted)
+        for _, lse in pairs
+    )
+    weights = list(map(jnp.exp, exponents))
+    total = functools.reduce(jnp.add, weights)
     has_keys = total != 0  # NaN, too, which must reach the results
     divisor = jnp.where(has_keys, total, 1)
     terms = (
-        (jnp.exp(lse - subtracted) / divisor)[..., None] * out.astype(lse.dtype)
-        for out, lse in pairs
+        # A part without keys in a row may hold anything there.
+        (weight / divisor)[..., None]
+        * jnp.where((lse == -jnp.inf)[..., None], 0, out).astype(lse.dtype)
+        for (out, lse), weight in zip(pairs, weights, strict=True)
     )
     merged = functools.reduce(jnp.add, terms).astype(out.dtype)
-    return merged, jnp.where(has_keys, subtracted + jnp.log(divisor), -jnp.inf)
+    lse = jnp.where(has_keys, subtracted + jnp.log(divisor), -jnp.inf)
+    return merged, jnp.where(is_whole, jnp.inf, lse)
 
 
 def _checked(part: tuple[int, Any]) -> tuple[jax.Array, jax.Array]:

@@ -24,6 +24,7 @@ from jax_memeff import Mask, Offsets
         ),
         ({"value": changed(zeros(B, S, K, H), (0, 6), np.inf)}, ValueError, "value must be finite"),
         ({"bias": changed(zeros(T, S), (0, 0), np.nan)}, ValueError, "bias must be finite or -inf"),
+        ({"sinks": changed(zeros(N), 1, np.nan)}, ValueError, "sinks must not be NaN.* head 1;"),
         (
             {"mask": Mask.segments(jnp.array([0, 0, 1, 3, -1]), jnp.array([0, 0, 0, 1, 1, 2, -1]))},
             ValueError,

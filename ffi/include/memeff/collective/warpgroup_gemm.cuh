@@ -102,12 +102,12 @@ constexpr int register_steps(int columns, int registers) {
 // operands, which saves reads of shared memory; the others stay in shared memory.
 template <class Tile, class Grid, int kRegisterSteps>
 struct RegisterRows {
-  RegisterOperand<1, cute::max(kRegisterSteps, 1), 2> held;
+  RegisterOperand<1, cute::max(kRegisterSteps, 1), 2> registers;
   DescriptorOperand<Tile, Contiguous::k> tile_rows;
 
   // `row` is the first of the warpgroup.
   CUTE_DEVICE RegisterRows(uint32_t tile, int row) : tile_rows(tile, row) {
-    if constexpr (kRegisterSteps > 0) held = load_operand<Tile, Grid, kRegisterSteps>(tile);
+    if constexpr (kRegisterSteps > 0) registers = load_operand<Tile, Grid, kRegisterSteps>(tile);
   }
 };
 
@@ -118,7 +118,7 @@ CUTE_DEVICE void warpgroup_gemm(Accumulators& accumulators,
                                 Right const& right, bool accumulate) {
   cute::for_each(cute::make_seq<kSteps>{}, [&](auto step) {
     if constexpr (step < kRegisterSteps) {
-      wgmma<Element, Right::kMajor>(accumulators, left.held.fragments[0][step], right.at(step),
+      wgmma<Element, Right::kMajor>(accumulators, left.registers.fragments[0][step], right.at(step),
                                     accumulate || step > 0);
     } else {
       wgmma<Element, Major::K, Right::kMajor>(accumulators, left.tile_rows.at(step), right.at(step),

@@ -20,7 +20,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 enum class MaskKind { none, causal, window };
 
 // How a backward sums the bias gradient: see score/bias/gradient.cuh.
-enum class BiasGradient { none, full, shared, columns, dbias_kernel };
+enum class BiasGradient { none, full, common, columns, dbias_kernel };
 
 // How a kernel reads a bias: see score/bias/tile.cuh.
 //   vectors  tiles, 16 bytes at a time: each row begins at a multiple of 16 bytes

@@ -38,6 +38,13 @@ struct RowWalk {
   CUTE_DEVICE void advance() { current = row.after(current); }
 };
 
+// The index of the row of blocks of a tile with this range. Hazard: packed sequences have tiles
+// beyond the last row. These have an empty range, and read row 0.
+template <class Config>
+CUTE_DEVICE int block_mask_row(TileRange const& range, int tile) {
+  return !Config::kTokenGrid || range.begin < range.end ? tile : 0;
+}
+
 // Iterates over the tiles of a row of blocks that have a valid element. Main loops call after() or
 // before() to advance and partial() to decide whether to test elements. Unless the range is empty,
 // its first and last tile have a valid element. Without a block mask every tile of the range is

@@ -52,7 +52,7 @@ struct IntervalMask {
   }
 
   // Whether the mask is the same for all batch indices.
-  CUTE_DEVICE static bool is_shared(MaskParams const& mask) {
+  CUTE_DEVICE static bool is_common(MaskParams const& mask) {
     if constexpr (kPositions && kKind != MaskKind::none) return false;
     return mask.query_lengths == nullptr && mask.key_lengths == nullptr;
   }

@@ -88,7 +88,8 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
     }
     if constexpr (Config::kBlockMask) {
       int const tiles = ceil_div(params.shape.key_length, Config::kTileKey);
-      Tiles line(range, params.block_mask, item.batch, item.head, item.tile, tiles);
+      int const index = block_mask_row<Config>(range, item.tile);
+      Tiles line(range, params.block_mask, item.batch, item.head, index, tiles);
       // The block after the last is beyond the keys, so that nothing is loaded.
       if (line.empty()) line.begin = tiles, line.end = tiles + 1;
       return line;

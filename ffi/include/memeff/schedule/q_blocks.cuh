@@ -22,7 +22,8 @@ CUTE_DEVICE BlockMaskRow<Config::kBlockMask> row_of_q_blocks(BackwardParams cons
                                                              WorkItem const& item,
                                                              TileRange const& tiles, int count,
                                                              int head) {
-  return {tiles, params.block_mask, item.batch, head, item.tile, count};
+  int const index = block_mask_row<Config>(tiles, item.tile);
+  return {tiles, params.block_mask, item.batch, head, index, count};
 }
 
 // The part of a range that some head needs: from the first to the last Q block that not all heads

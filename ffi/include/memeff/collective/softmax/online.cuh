@@ -74,11 +74,11 @@ struct OnlineSoftmax {
     uint32_t const slot = shared + thread_index() * kStagedBytes;
     CUTE_UNROLL
     for (int r = 0; r < kRows; r += 2) {
-      uint4 const parked = load_shared_vector(slot + r * 8);
-      softmax_reference[r] = __uint_as_float(parked.x);
-      softmax_reference[r + 1] = __uint_as_float(parked.y);
-      row_sum[r] = __uint_as_float(parked.z);
-      row_sum[r + 1] = __uint_as_float(parked.w);
+      uint4 const staged = load_shared_vector(slot + r * 8);
+      softmax_reference[r] = __uint_as_float(staged.x);
+      softmax_reference[r + 1] = __uint_as_float(staged.y);
+      row_sum[r] = __uint_as_float(staged.z);
+      row_sum[r + 1] = __uint_as_float(staged.w);
     }
   }
 

@@ -75,11 +75,13 @@ struct FmhaBackwardTwoKernelDq {
     CUTE_DEVICE Work(BackwardParams const& params) {
       item = work_item<Config, Heaviest::last, kTileQuery>(params.shape, params.bias, blockIdx.x);
       row = item.tile * kTileQuery;
-      kv_blocks = {Mask(params.mask, params.shape, item.batch).key_tiles(row, kTileQuery, kTileKey),
+      Mask const mask(params.mask, params.shape, item.batch);
+      TileRange const range = mask.key_tiles(row, kTileQuery, kTileKey);
+      kv_blocks = {range,
                    params.block_mask,
                    item.batch,
                    item.head,
-                   item.tile,
+                   block_mask_row<Config>(range, item.tile),
                    ceil_div(params.shape.key_length, kTileKey)};
     }
   };

@@ -172,7 +172,7 @@ struct ForwardMainLoopSm90 {
   CUTE_DEVICE static void change_work_tile(ForwardParams const& params, Position& at,
                                            WorkItem const& item, Mask& mask, Blocks& range,
                                            int& tile, Linear& linear, Softmax& softmax) {
-    if (!Mask::is_shared(params.mask)) mask = Mask(params.mask, params.shape, item.batch);
+    if (!Mask::is_common(params.mask)) mask = Mask(params.mask, params.shape, item.batch);
     range = Blocks(params, mask, item, at.group);
     tile = range.first(mask, item, at.row_warpgroup) + kConsumerGroups;
     at.query.advance();

@@ -2,12 +2,12 @@
 //
 // Config::kBiasGradient selects one of four ways:
 //   full          nothing is broadcast: each element has one owner, which writes it
-//   shared        broadcast over the batch or heads: f32 sums in global memory, in accumulator
+//   common        broadcast over the batch or heads: f32 sums in global memory, in accumulator
 //                 order, so that additions are aligned vector reductions
 //   dbias_kernel  broadcast over the batch or heads, and deterministic: a separate kernel,
 //                 FmhaBackwardDbias
 //   columns       broadcast over rows (and perhaps more): a tile is summed before it is added
-// The sums of `shared` and `columns` start at zero and are rounded by FmhaBackwardDbiasPostprocess.
+// The sums of `common` and `columns` start at zero and are rounded by FmhaBackwardDbiasPostprocess.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -326,7 +326,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
 
 // Tiles are added to f32 sums in accumulator order.
 template <class Config>
-struct BiasGradientWriter<Config, BiasGradient::shared> {
+struct BiasGradientWriter<Config, BiasGradient::common> {
   using Tiles = BackwardTiles<Config>;
   static constexpr bool kFromTile = false;
   float* sums;

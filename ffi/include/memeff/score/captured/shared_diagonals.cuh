@@ -13,12 +13,9 @@
 
 namespace memeff {
 
-// The buffers for accumulators of kRows rows and kColumns columns. Without Config::kSharedDiagonals
-// there are none, and Function is the function that reads for itself. kTransposed: see
-// FunctionOfTile.
-template <class Config, class Grid, int kRows, int kColumns, bool kTransposed = false,
-          bool kOn = Config::kSharedDiagonals>
-struct SharedDiagonals {
+// No buffers: Function reads for itself. kTransposed: see FunctionOfTile.
+template <class Config, class Grid, bool kTransposed = false>
+struct NoSharedDiagonals {
   static constexpr bool kIsOn = false;
   static constexpr int kBytes = 0;
   using Function = ScoreFunctionWithReads<Config, Grid, kTransposed>;
@@ -26,6 +23,11 @@ struct SharedDiagonals {
   template <class Params>
   CUTE_DEVICE static void fill(Params const&, ScoreTilePosition const&, uint32_t) {}
 };
+
+// The buffers for accumulators of kRows rows and kColumns columns, if Config::kSharedDiagonals.
+template <class Config, class Grid, int kRows, int kColumns, bool kTransposed = false,
+          bool kOn = Config::kSharedDiagonals>
+struct SharedDiagonals : NoSharedDiagonals<Config, Grid, kTransposed> {};
 
 template <class Config, class Grid, int kRows, int kColumns, bool kTransposed>
 struct SharedDiagonals<Config, Grid, kRows, kColumns, kTransposed, true> {

@@ -16,7 +16,7 @@ struct FmhaBackwardDbiasPostprocess {
   CUTE_DEVICE static void run(BackwardParams const& params) {
     BiasGradientTile<Config, Tiles> const tile(params, blockIdx.x);
 
-    if constexpr (Config::kBiasGradient == BiasGradient::shared) {
+    if constexpr (Config::kBiasGradient == BiasGradient::common) {
       float const* const sums =
           params.bias_gradient_sum + Tiles::bias_tile_offset(params, tile.slice,
                                                              tile.row / Tiles::kTileQuery,

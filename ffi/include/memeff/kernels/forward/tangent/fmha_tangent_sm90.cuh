@@ -29,6 +29,7 @@
 #include <memeff/schedule/persistent.cuh>
 #include <memeff/schedule/query_tile_rings.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
+#include <memeff/score/captured/shared_diagonals.cuh>
 #include <memeff/score/modifiers.cuh>
 
 namespace memeff {
@@ -63,6 +64,7 @@ struct FmhaTangentSm90 {
   using Bias = WarpRowsBias<Config, ScoreGrid, kConsumerWarps, kTileKey, true,
                             WarpBiasPointer<Config, ScoreGrid>, Mask>;
   using Modifiers = ScoreModifiers<Config, Bias, ScoreFunction<Config, ScoreGrid>>;
+  using Diagonals = NoSharedDiagonals<Config, ScoreGrid>;
   using Blocks = KvBlocks<Config, Mask, kConsumerGroups>;
   using Rows = TangentRows<Config, ScoreGrid>;
   using OutputWriter = TangentOutputSm90<Config, OutGrid>;

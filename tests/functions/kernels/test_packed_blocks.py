@@ -1,0 +1,54 @@
+"""Kernels read the block mask of packed sequences within its bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import emulator
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_memeff
+from jax_memeff import Mask
+
+LENGTHS = (70, 0, 3, 120)
+LONGEST = 128
+"""One tile of the last sequence lies beyond it, and beyond the longest one that the call allows."""
+
+
+def gradients(arch: str, seed: int, head_dim: int) -> Any:
+    """The emulator puts an inaccessible page before or behind each buffer, by the seed."""
+    emulator.configure(arch, seed=seed, multiprocessors=2)
+    starts = np.cumsum((2, *LENGTHS)).astype(np.int32)
+    rng = np.random.default_rng(0)
+    drawn = [rng.standard_normal((200, heads, head_dim)) for heads in (4, 2, 2)]
+    query, key, value = (jnp.asarray(x, jnp.bfloat16) for x in drawn)
+
+    def loss(query, key, value):
+        out = jax_memeff.varlen_attention(
+            query,
+            key,
+            value,
+            starts,
+            starts,
+            LONGEST,
+            LONGEST,
+            mask=Mask.causal() | Mask.function(lambda b, h, q, k: k < 9 * b),
+        )
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    found = jax.jit(jax.grad(loss, (0, 1, 2)))(query, key, value)
+    return jax.tree.map(np.asarray, found)
+
+
+@pytest.mark.parametrize("call", [("sm_90a", 64), ("sm_80", 64)], ids=str)
+def test_tiles_beyond_the_longest_sequence(call, machine):
+    arch, head_dim = call
+    one, other = (
+        machine.submit(gradients, arch, seed, head_dim).result(timeout=600) for seed in (0, 1)
+    )
+    for ours, theirs in zip(one, other, strict=True):
+        assert np.isfinite(np.float32(ours)).all()
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=2e-2, atol=1e-2)
