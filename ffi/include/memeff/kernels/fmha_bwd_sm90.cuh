@@ -31,6 +31,7 @@
 #include <memeff/kernels/backward/one_kernel/epilogue.cuh>
 #include <memeff/kernels/backward/one_kernel/producer.cuh>
 #include <memeff/kernels/backward/one_kernel/strips.cuh>
+#include <memeff/kernels/backward/one_kernel/work.cuh>
 #include <memeff/kernels/backward/postprocess.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/layout/backward_tiles_sm90.cuh>
@@ -147,40 +148,7 @@ struct FmhaBackwardSm90 {
   using KeyRows = RegisterRows<KeyTile, ScoreGrid, kRegisterKeySteps>;
   using ValueRows = RegisterRows<ValueTile, ScoreGrid, kRegisterValueSteps>;
 
-  // The work on a KV block: the Q blocks that attend to its keys, for every head of the group.
-  struct Work {
-    WorkItem item;
-    int column;
-    TileRange tiles;
-
-    CUTE_DEVICE Work(BackwardParams const& params, WorkItem const& item)
-        : item(item), column(item.tile * kTileKey) {
-      ProblemShape const& shape = params.shape;
-      tiles = Mask(params.mask, shape, item.batch).query_tiles(column, kTileKey, kTileQuery);
-      tiles = q_block_range<Config>(params, item, tiles, params.query_tiles);
-      static_assert(!Config::kSplitQ || !Config::kBlockMask);  // a split may have no Q block
-      tiles = Splits::query_tiles(params, tiles);
-    }
-
-    CUTE_DEVICE BlockMaskRow<Config::kBlockMask> row_of_blocks(BackwardParams const& params,
-                                                               int head) const {
-      return row_of_q_blocks<Config>(params, item, tiles, params.query_tiles, head);
-    }
-
-    CUTE_DEVICE ScoreTilePosition position(int head, int tile) const {
-      return {item.batch, head, tile * kTileQuery, column};
-    }
-
-    // The first head from `head` on that has a Q block, or the end of the group.
-    CUTE_DEVICE int head_with_blocks(BackwardParams const& params, int head) const {
-      if constexpr (Config::kBlockMask) {
-        while (head < (item.head + 1) * params.shape.group && row_of_blocks(params, head).empty()) {
-          ++head;
-        }
-      }
-      return head;
-    }
-  };
+  using Work = KvBlockWorkSm90<Config, FmhaBackwardSm90>;
 
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
     char* const shared = dynamic_shared();
@@ -383,8 +351,7 @@ struct FmhaBackwardSm90 {
         auto query_gradient = QueryProductGrid::make_accumulators();  // (4, 1, MMA_N)
         consumer.begin_value_gradient(probabilities, out_tile, value_gradient);
         consumer.begin_query_gradient(warpgroup, score_tile, query_gradient);
-        Strips::add(CapturedSums(params, work.position(head, tile), tiles + kSumsOffset), control,
-                    tiles + kWindowsOffset, warpgroup, score_buffer);
+        consumer.add_strips(head, tile, warpgroup, score_buffer);
         wait_products<Config::kQueryGradient>();  // dV
         fence_accumulators(value_gradient);
         if (leader) control.out_gradient.release(stage);
