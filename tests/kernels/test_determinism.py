@@ -53,8 +53,8 @@ GRADIENTS = ("query", "key", "value", "bias")
         ({}, True, "none"),
         ({"needs_grad": ("key", "value")}, False, "none"),
         ({"bias": AskedBias("16"), "needs_grad": GRADIENTS}, True, "full"),
-        ({"bias": AskedBias("16", "shared"), "needs_grad": GRADIENTS}, True, "dbias_kernel"),
-        ({"bias": AskedBias("16", "shared"), "needs_grad": ("bias",)}, False, "dbias_kernel"),
+        ({"bias": AskedBias("16", "common"), "needs_grad": GRADIENTS}, True, "dbias_kernel"),
+        ({"bias": AskedBias("16", "common"), "needs_grad": ("bias",)}, False, "dbias_kernel"),
         ({"bias": AskedBias("16", "columns"), "needs_grad": ("bias",)}, True, "columns"),
     ],
 )

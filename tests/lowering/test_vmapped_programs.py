@@ -120,7 +120,7 @@ def test_a_bias_of_one_batch_index_is_not_copied_for_its_gradients(
     for line in text.splitlines():
         assert "broadcast_in_dim" not in line or "x4x128x128x" not in line.split("->")[-1]
     (way,) = {bias_gradient(spec) for spec, _ in fake_compiler} - {"none"}
-    assert way == ("full" if batch == 1 else "dbias_kernel" if arch == "sm_90a" else "shared")
+    assert way == ("full" if batch == 1 else "dbias_kernel" if arch == "sm_90a" else "common")
 
 
 def test_masks_with_equal_divisors_stay_broadcast(fake_compiler):

@@ -50,9 +50,9 @@ def test_enough_queries_need_no_partial_results(fake_compiler):
     ("arch", "shape", "way", "sums"),
     [
         ("sm_80", (2, 4, 128, 120), "full", None),
-        ("sm_80", (1, 4, 128, 120), "shared", 4 * 128 * 128),
-        ("sm_80", (2, 1, 128, 120), "shared", 2 * 128 * 128),
-        ("sm_80", (128, 120), "shared", 128 * 128),
+        ("sm_80", (1, 4, 128, 120), "common", 4 * 128 * 128),
+        ("sm_80", (2, 1, 128, 120), "common", 2 * 128 * 128),
+        ("sm_80", (128, 120), "common", 128 * 128),
         ("sm_80", (2, 4, 1, 120), "columns", 2 * 4 * 128),
         ("sm_90a", (2, 4, 128, 120), "full", None),
         ("sm_90a", (1, 4, 128, 120), "dbias_kernel", None),
