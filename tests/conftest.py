@@ -69,7 +69,7 @@ def keep_programs(config):
     """
     if not (cache := getattr(config, "cache", None)):
         return
-    directory = cache.mkdir("programs")
+    directory = cache.mkdir("xla_programs")
     files = [file for file in directory.iterdir() if file.is_file()]
     if not hasattr(config, "workerinput") and total_size(files) > LARGEST_CACHE:
         for file in files:
