@@ -59,13 +59,13 @@ def captured_sum_bytes(spec: KernelSpec, columns: Sum, warps: int, warp_columns:
     return strips(functions.read_sums, columns) * warps * 8 * row_bytes
 
 
-def window_bytes(spec: KernelSpec, warps: int, warp_columns: int) -> int:
-    """The bytes of the windows in which one warp adds up sums along diagonals: those of a Q block
-    from each warp, and a ring of 256 (ffi/include/memeff/score/captured/diagonal_window.cuh).
+def diagonal_sum_bytes(spec: KernelSpec, warps: int, warp_columns: int) -> int:
+    """The bytes in which one warp adds up sums along diagonals: those of a Q block from each warp,
+    and a ring of 256 (ffi/include/memeff/score/captured/diagonal_ring.cuh).
     """
     functions = spec[FUNCTIONS]
-    windows = 0 if functions is None else functions.read_sums.count(Sum.DIAGONAL)
-    return windows * (warps * (warp_columns + 16) + 256) * 4
+    rings = 0 if functions is None else functions.read_sums.count(Sum.DIAGONAL)
+    return rings * (warps * (warp_columns + 16) + 256) * 4
 
 
 def diagonal_bytes(spec: KernelSpec) -> int:

@@ -288,7 +288,8 @@ class FmhaBwdSm90(WgmmaBackward):
         producer. A deterministic order of sums of dq may leave no warp.
         """
         functions = spec[FUNCTIONS]
-        if functions is None or functions.exact or spec.orders_queries or spec.tile.query == 128:
+        fits = spec.tile.query == WARPGROUP_ROWS
+        if functions is None or functions.exact or spec.orders_queries or not fits:
             return False
         return Sum.DIAGONAL in functions.read_sums and Sum.QUERY not in functions.read_sums
 
@@ -300,7 +301,7 @@ class FmhaBwdSm90(WgmmaBackward):
         each warp's 16 keys, diagonals, two dS, and the dQ of a Q block in f32 if TMA writes it. A
         deterministic kernel also has a ticket and two barriers. dQ written by TMA needs the
         barriers, and gets the bytes of the ticket as well. Strips that the producer adds up have
-        windows, and two barriers for each consumer.
+        rings, and two barriers for each consumer.
         """
         tile = _tile(spec)
         dims = tile_columns(spec.padded_head_dim) + tile_columns(spec.padded_value_dim)
@@ -316,15 +317,15 @@ class FmhaBwdSm90(WgmmaBackward):
         tma_dq = _sums_by_tma(spec)
         if spec.orders_queries or tma_dq:
             control += 2 * shared_memory.BARRIER_BYTES + _TICKET_BYTES
-        windows, warps = 0, spec.computing_threads // 32
+        rings, warps = 0, spec.computing_threads // 32
         if self.producer_adds_strips(spec):
             control += self.consumers(spec) * shared_memory.PIPELINE_BYTES
-            windows = shared_memory.window_bytes(spec, warps, tile.query)
+            rings = shared_memory.diagonal_sum_bytes(spec, warps, tile.query)
         query_gradient = 4 * tile.query * dq_columns(spec) * tma_dq
         diagonals = tile.stages * shared_memory.diagonal_bytes(spec) * self.shares_diagonals(spec)
         sums = shared_memory.captured_sum_bytes(spec, Sum.QUERY, warps, tile.query)
         buffers_bytes = elements * spec.element_bytes + query_gradient + statistics + diagonals
-        return buffers_bytes + bias + sums + windows + control
+        return buffers_bytes + bias + sums + rings + control
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         tile = _tile(spec)

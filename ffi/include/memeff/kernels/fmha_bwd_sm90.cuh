@@ -115,8 +115,8 @@ struct FmhaBackwardSm90 {
   static constexpr int kWarpBiasOffset = kDiagonalsOffset + kStages * Diagonals::kBytes;
   static constexpr int kBiasOffset = Bias::kTmaBias ? kTmaBiasOffset : kWarpBiasOffset;
   static constexpr int kSumsOffset = kWarpBiasOffset + Bias::kWarpBytes;
-  static constexpr int kWindowsOffset = kSumsOffset + CapturedSums::kSharedBytes;
-  static constexpr int kControlOffset = kWindowsOffset + Strips::kWindowBytes;
+  static constexpr int kRingsOffset = kSumsOffset + CapturedSums::kSharedBytes;
+  static constexpr int kControlOffset = kRingsOffset + Strips::kRingBytes;
 
   struct Control : DqSums::Control, Strips::Control {
     Pipeline<kStages> query;         // also covers the statistics of their rows, and diagonals
@@ -188,7 +188,7 @@ struct FmhaBackwardSm90 {
           Producer::produce_diagonals(params, work, control, tiles, stage);
         }
         if (thread / kWarpSize == 2) {
-          Strips::produce(params, control, work, tiles + kWindowsOffset);
+          Strips::produce(params, control, work, tiles + kRingsOffset);
         }
         PipelineStage<1> sums;
         DqSums::produce(params, control, work.item, work.tiles, tiles + kDqOffset, thread, sums);

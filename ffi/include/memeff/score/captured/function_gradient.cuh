@@ -17,7 +17,7 @@
 #include <memeff/core/function/of_tile.cuh>
 #include <memeff/core/function/sums.cuh>
 #include <memeff/score/captured/additions.cuh>
-#include <memeff/score/captured/diagonal_window.cuh>
+#include <memeff/score/captured/diagonal_ring.cuh>
 #include <memeff/score/captured/strip_sums.cuh>
 
 namespace memeff {
@@ -65,9 +65,9 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
   static constexpr int kSharedBytes = kStrips * kWarps * Strip::kWarpBytes;
 
   // The reads that are summed along diagonals, for a kernel in which one warp adds up the sums of
-  // all warps (diagonal_window.cuh). No other read may have a strip.
+  // all warps (diagonal_ring.cuh). No other read may have a strip.
   static constexpr int kDiagonalReads = kStrips;
-  using Window = DiagonalWindow<Grid>;
+  using Ring = DiagonalRing<Grid>;
 
   // Calls use(read, index) for each of them.
   template <class Use>
@@ -144,10 +144,10 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
     }
   }
 
-  // Stores the sums along diagonals in the windows that begin at `windows`.
-  CUTE_DEVICE void store_diagonals(uint32_t windows) const {
+  // Stores the sums along diagonals in the rings that begin at `rings`.
+  CUTE_DEVICE void store_diagonals(uint32_t rings) const {
     for_each_diagonal_read([&](auto read, auto index) {
-      Window::store(windows + index * Window::kBytes, own_strip<decltype(read)::value>());
+      Ring::store(rings + index * Ring::kBytes, own_strip<decltype(read)::value>());
     });
   }
 

@@ -12,7 +12,7 @@ namespace memeff {
 template <class Config, class Kernel>
 struct ConsumersAddStrips {
   using CapturedSums = typename Kernel::CapturedSums;
-  static constexpr int kWindowBytes = 0;
+  static constexpr int kRingBytes = 0;
   struct Control {};
 
   // Called by one thread, before the first barrier of the CTA.
@@ -34,9 +34,9 @@ struct ConsumersAddStrips {
 template <class Config, class Kernel>
 struct ProducerAddsStrips {
   using CapturedSums = typename Kernel::CapturedSums;
-  using Window = typename CapturedSums::Window;
+  using Ring = typename CapturedSums::Ring;
   static constexpr int kReads = CapturedSums::kDiagonalReads;
-  static constexpr int kWindowBytes = kReads * Window::kBytes;
+  static constexpr int kRingBytes = kReads * Ring::kBytes;
   static constexpr int kWarpgroups = Kernel::kConsumers / kWarpgroupSize;
 
   // In shared memory.
@@ -54,11 +54,11 @@ struct ProducerAddsStrips {
   template <class Work>
   CUTE_DEVICE static void produce(BackwardParams const& params, Control& control, Work const& work,
                                   uint32_t memory) {
-    Window windows[kReads];
+    Ring rings[kReads];
     CUTE_UNROLL
     for (int i = 0; i < kReads; ++i) {
-      windows[i].memory = memory + i * Window::kBytes;
-      windows[i].clear();
+      rings[i].memory = memory + i * Ring::kBytes;
+      rings[i].clear();
     }
     PipelineStage<1> stage;
     int const group = params.shape.group;
@@ -71,7 +71,7 @@ struct ProducerAddsStrips {
         for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
           control.sums[warpgroup].wait(stage);
           CUTE_UNROLL
-          for (int i = 0; i < kReads; ++i) windows[i].add(warpgroup);
+          for (int i = 0; i < kReads; ++i) rings[i].add(warpgroup);
           if (threadIdx.x % kWarpSize == 0) control.sums[warpgroup].release(stage);
         }
         stage.advance();
@@ -79,23 +79,22 @@ struct ProducerAddsStrips {
         bool const follows = next == tile + 1 && next < blocks.end;
         CapturedSums const sums(params, work.position(head, tile), 0);
         CapturedSums::for_each_diagonal_read([&](auto read, auto index) {
-          Window& window = windows[index];
-          window.take(
-              follows ? Window::kColumns : Window::kDiagonals, [&](int diagonal, float sum) {
-                sums.template add<decltype(read)::value>(0, Window::kFirstDiagonal + diagonal, sum);
-              });
-          if (follows) window.advance();
+          Ring& ring = rings[index];
+          ring.take(follows ? Ring::kColumns : Ring::kDiagonals, [&](int diagonal, float sum) {
+            sums.template add<decltype(read)::value>(0, Ring::kFirstDiagonal + diagonal, sum);
+          });
+          if (follows) ring.advance();
         });
         tile = next;
       }
     }
   }
 
-  CUTE_DEVICE static void add(CapturedSums const& sums, Control& control, uint32_t windows,
+  CUTE_DEVICE static void add(CapturedSums const& sums, Control& control, uint32_t rings,
                               int warpgroup, int parity) {
     __syncwarp();  // all lanes have stored their strips
     control.sums[warpgroup].acquire({0, parity});
-    sums.store_diagonals(windows);
+    sums.store_diagonals(rings);
     __syncwarp();  // all lanes have read the strips, and stored the sums
     if (threadIdx.x % kWarpSize == 0) control.sums[warpgroup].commit({0, parity});
   }

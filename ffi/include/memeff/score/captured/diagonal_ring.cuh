@@ -13,7 +13,7 @@ namespace memeff {
 // has the sums of its own diagonals for one Q block, and the warp that adds them up has a ring of
 // sums.
 template <class Grid>
-struct DiagonalWindow {
+struct DiagonalRing {
   using Strip = StripSums<Grid>;
   static constexpr int kWarps = Grid::kRowWarps;
   static constexpr int kRows = 16 * kWarps;  // keys of the CTA
@@ -23,8 +23,8 @@ struct DiagonalWindow {
   static constexpr int kOfWarp = (Strip::kDiagonals + 3) / 4 * 4;  // whole vectors
   static constexpr int kPlaces = 256;                              // of the ring
   static constexpr int kWarpBytes = kOfWarp * int(sizeof(float));
-  static constexpr int kRingBytes = kPlaces * int(sizeof(float));
-  static constexpr int kBytes = kWarps * kWarpBytes + kRingBytes;
+  static constexpr int kPlaceBytes = kPlaces * int(sizeof(float));
+  static constexpr int kBytes = kWarps * kWarpBytes + kPlaceBytes;
   static constexpr int kGroupWarps = kWarpgroupSize / kWarpSize;
   static_assert(Grid::kRowBlocks == 1 && Grid::kColumnWarps == 1);
   static_assert(kDiagonals <= kPlaces && kPlaces % kColumns == 0);
