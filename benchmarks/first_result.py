@@ -26,9 +26,9 @@ _cuda: Any = importlib.import_module("jax_memeff._cuda")
 
 
 class TimedLowering:
-    """Takes the place of the module ``jax_memeff._cuda.lowering``, and adds up its ``seconds``.
+    """Replaces the module ``jax_memeff._cuda.lowering``; ``seconds`` is the time of all its calls.
 
-    They include the import of the module, and with it of the code generator. A profiler would
+    This includes the import of the module, which imports the code generator. A profiler would
     double the time of everything that is written in Python.
     """
 
@@ -40,7 +40,7 @@ class TimedLowering:
         def timed(*arguments: Any, **options: Any) -> Any:
             start = time.perf_counter()
             module = importlib.import_module(f"{_cuda.__name__}.lowering")
-            _cuda.lowering = self  # the first import put the module there
+            _cuda.lowering = self  # the first import replaced it by the module
             try:
                 return getattr(module, name)(*arguments, **options)
             finally:

@@ -14,7 +14,7 @@ BARRIER_BYTES = 8
 PIPELINE_BYTES = 2 * BARRIER_BYTES
 """The barriers of one buffer: full and empty."""
 MOST_DIAGONAL_READS = 2
-"""The largest number of reads along diagonals that pass through shared memory."""
+"""A score function with more reads along diagonals does not pass them through shared memory."""
 STATISTICS_BYTES = 8
 """Two f32 for each row: logsumexp and the sum of dO * O, or maximum and sum."""
 
@@ -60,8 +60,9 @@ def captured_sum_bytes(spec: KernelSpec, columns: Sum, warps: int, warp_columns:
 
 
 def diagonal_sum_bytes(spec: KernelSpec, warps: int, warp_columns: int) -> int:
-    """The bytes in which one warp adds up sums along diagonals: those of a Q block from each warp,
-    and a ring of 256 (ffi/include/memeff/score/captured/diagonal_ring.cuh).
+    """The bytes in which one warp adds up sums along diagonals. For each read they hold the sums of
+    a Q block from each of ``warps``, and a ring of 256 sums
+    (ffi/include/memeff/score/captured/diagonal_ring.cuh).
     """
     functions = spec[FUNCTIONS]
     rings = 0 if functions is None else functions.read_sums.count(Sum.DIAGONAL)
@@ -69,8 +70,8 @@ def diagonal_sum_bytes(spec: KernelSpec, warps: int, warp_columns: int) -> int:
 
 
 def diagonal_bytes(spec: KernelSpec) -> int:
-    """The bytes of what a score function reads along the diagonals of a tile: two copies of each
-    number, 16 banks apart (ffi/include/memeff/score/captured/shared_diagonals.cuh).
+    """The bytes of the numbers that a score function reads along the diagonals of a tile. There are
+    two copies, 16 banks apart (ffi/include/memeff/score/captured/shared_diagonals.cuh).
     """
     words = (spec.tile.query + spec.tile.key + 1 - 16 + 31) // 32 * 32 + 16
     return FUNCTIONS.diagonal_reads(spec) * 2 * words * 4

@@ -208,8 +208,9 @@ class Kernel(abc.ABC):
         return True
 
     def adds_score_function(self, spec: KernelSpec) -> bool:
-        """Whether a score function takes no registers of each score: a number for each diagonal is
-        added by the products of scores, to the exponents, or from shared memory.
+        """Whether the score function needs no more registers for each score, because it only adds
+        a number that is the same along a diagonal: in the products of the scores, as part of the
+        exponents, or from shared memory.
         """
         return False
 

@@ -33,7 +33,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def drawn(rows: Sequence[Row]) -> Figure:
-    """The picture, with a plot for each device. They have one scale."""
+    """The picture: one plot for each device, all with the same scale."""
     devices = [list(own) for _, own in itertools.groupby(rows, key=lambda row: row.device)]
     figure, axes = plt.subplots(
         len(devices),

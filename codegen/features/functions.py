@@ -194,7 +194,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         return score is not None and emit.is_linear(score, precise=_is_precise(spec))
 
     def diagonal_reads(self, spec: KernelSpec) -> int:
-        """How many reads of the score function are constant along diagonals."""
+        """The number of reads of the score function that are constant along diagonals."""
         score = (spec[self] or AskedFunctions(None, None)).score
         return 0 if score is None else len(diagonal_reads(score))
 
@@ -216,9 +216,9 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         )
 
     def needs_registers(self, spec: KernelSpec) -> bool:
-        """Whether the functions take registers in the main loop. They do not if they are evaluated
-        behind a branch that few tiles take: a mask function in a paged kernel that classifies whole
-        tiles, or a linear score function that a kernel adds to products or exponents.
+        """Whether the functions take registers in the main loop. A mask function takes none in a
+        paged kernel that classifies whole tiles, because few tiles take the branch that evaluates
+        it. A score function takes none if ``Kernel.adds_score_function``.
         """
         own = spec[self] or AskedFunctions(None, None)
         is_decided = spec.kernel.decides_mask_tiles and spec[PAGES].size > 0
@@ -248,11 +248,11 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
                     f"{MOST_DIMS - 1}: reshape it, or pass implementation='xla'"
                 )
         arrays = sum(len(program.arrays) for program in asked.programs.values())
-        # Literals and the indices of batch and heads precede them, and deterministic sums have a
-        # scale. Sinks and delta may follow.
+        # The table of arrays also has literals, the indices of batch and heads, and the scale of
+        # deterministic sums. Sinks and delta may follow.
         room = MOST_ARRAYS - 5 - asked.exact
         if arrays + len(asked.gradients) > room:
-            gradients = f", and the gradients of {len(asked.gradients)}" if asked.gradients else ""
+            gradients = f", and {len(asked.gradients)} need gradients" if asked.gradients else ""
             reasons.append(
                 f"functions read {arrays} arrays{gradients}; kernels have room for {room} arrays "
                 "and gradients together: stack some arrays, or pass implementation='xla'"

@@ -277,15 +277,17 @@ class FmhaBwdSm90(WgmmaBackward):
         return self.adds_linear_scores(spec) and not has_gradients
 
     def shares_diagonals(self, spec: KernelSpec) -> bool:
-        """With 128 queries the main loop spills 136 bytes."""
+        """Whether the producer reads what a score function reads along diagonals. With 128 queries
+        the main loop would then spill 136 bytes.
+        """
         reads = FUNCTIONS.diagonal_reads(spec)
         fits = spec.tile.query < 128 and not self._is_persistent(spec)
         return fits and 0 < reads <= shared_memory.MOST_DIAGONAL_READS
 
     def producer_adds_strips(self, spec: KernelSpec) -> bool:
-        """Whether a warp of the producer adds up strips, all of which are sums along diagonals.
-        With 128 queries the main loop spills 120 bytes, and exact sums spill 72 bytes in the
-        producer. A deterministic order of sums of dq may leave no warp.
+        """Whether a warp of the producer adds up the sums of all consumers, which must all be along
+        diagonals. With 128 queries the main loop would then spill 120 bytes, and with exact sums
+        the producer 72. If dq is summed in a deterministic order, no warp may be free.
         """
         functions = spec[FUNCTIONS]
         fits = spec.tile.query == WARPGROUP_ROWS
@@ -297,11 +299,12 @@ class FmhaBwdSm90(WgmmaBackward):
         return ["splitq"] if spec.split_q else []
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """Rings of key and value, of query, its rows' statistics, dO and bias, or the bias of
-        each warp's 16 keys, diagonals, two dS, and the dQ of a Q block in f32 if TMA writes it. A
-        deterministic kernel also has a ticket and two barriers. dQ written by TMA needs the
-        barriers, and gets the bytes of the ticket as well. Strips that the producer adds up have
-        rings, and two barriers for each consumer.
+        """A ring of key and value; a ring of query, its rows' statistics, diagonals, dO and bias
+        (or, outside of the ring, the bias of each warp's 16 keys); two dS; and the dQ of a Q block
+        in f32 if TMA writes it. A deterministic kernel also has a ticket and two barriers. If TMA
+        writes dQ, it needs the barriers, and the bytes of the ticket are allocated as well. If the
+        producer adds up sums along diagonals, it has a ring of sums for each read, and two barriers
+        for each consumer.
         """
         tile = _tile(spec)
         dims = tile_columns(spec.padded_head_dim) + tile_columns(spec.padded_value_dim)

@@ -23,7 +23,7 @@ _VERSION_MACROS = {
 }
 
 _TICK = 10**9
-"""Nanoseconds; file systems that keep whole seconds have the longest tick."""
+"""Nanoseconds: the tick of file systems that store whole seconds, the longest of all."""
 
 
 def own_include_dir() -> Path:
@@ -82,10 +82,11 @@ def own_digest() -> bytes:
 
 
 class _File(NamedTuple):
-    """A file, by the components of its name below the directory, and what changes with its text.
+    """A file: the components of its path below the directory, and metadata that changes with its
+    text.
 
-    Only the operating system sets the time of the last change. Programs that copy files also set
-    the time of modification, so it is no evidence.
+    ``changed`` is the ctime, which only the operating system sets. The mtime would be no evidence,
+    because programs that copy files set it.
     """
 
     name: tuple[str, ...]

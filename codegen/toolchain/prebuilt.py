@@ -2,8 +2,8 @@
 
 ``python -m jax_memeff build --output kernels.zip`` writes it, ``JAX_MEMEFF_KERNELS`` names it, and
 it is searched before the cache. A kernel's key covers its source, its architecture and the headers
-of this package, but not the compiler: whoever names an archive needs its kernels, whatever compiler
-is installed, or if there is none.
+of this package, but not the compiler: an archive is also for machines with another compiler, or
+with none.
 
 Two hazards:
 

@@ -41,8 +41,8 @@ _WHOLE_TOKENS = (
     "its own inside jax.shard_map"
 )
 _WHOLE_POOL = (
-    "key_pages and value_pages cannot be cut into pages: shard their heads over it, or give every "
-    "device a pool of its own inside jax.shard_map"
+    "key_pages and value_pages cannot be divided by pages: shard their heads over it, or give "
+    "every device a pool of its own inside jax.shard_map"
 )
 _WHOLE_HEAD_DIM = "every device needs whole heads: shard the batch or the heads over it"
 
@@ -180,8 +180,8 @@ def even_tokens(operands: Any) -> int | None:
 
 
 def _shardable(names: str, operands: Any) -> str:
-    """The names of dims; sequences and tokens have different names if they may be sharded, and so
-    have the keys of a pool.
+    """The names of dims. Sequences and tokens have other names if they may be sharded. The tokens
+    of a pool always have a name of their own.
     """
     renamed = {} if pages_of(operands) is None else {"key_tokens": "pool_tokens"}
     if even_tokens(operands) is not None:

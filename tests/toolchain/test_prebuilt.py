@@ -119,7 +119,7 @@ def test_a_training_step_of_a_model_is_lowered_without_a_compiler(tmp_path):
     """``build --models`` compiles exactly the kernels of the model's calls.
 
     The process opens the archive for each kernel, and reads its own headers once. It imports
-    nothing of the compiler, and looks for no headers or wheels of others.
+    nothing of the compiler, and looks for no headers or wheels of other packages.
     """
     path = tmp_path / "kernels.zip"
     kernels = {}

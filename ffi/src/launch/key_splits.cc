@@ -11,10 +11,10 @@ namespace {
 constexpr double kBlockOverhead = 3;
 constexpr double kCombination = 6;
 
-// How much faster than with an equal share of the memory's bandwidth a multiprocessor reads if most
-// others have no block: 2.7 times with 32 of 132 on an H100. It is less if the memory is faster, so
-// few blocks are supposed to gain less. At the end of a call 2.5 fits the times of 144 to 192
-// blocks.
+// While most multiprocessors have no block, each of the others reads this many equal shares of the
+// memory's bandwidth. With 32 blocks on the 132 multiprocessors of an H100 it was 2.7 shares. With
+// faster memory it is fewer, so the constant for rounds with fewer blocks than multiprocessors is
+// smaller. For the end of larger rounds, 2.5 fits the times that 144 to 192 blocks take.
 constexpr double kSharesIfFew = 1.75;
 constexpr double kSharesAtEnd = 2.5;
 
@@ -28,17 +28,17 @@ long long resident_blocks(const DeviceKernel& kernel) {
 // From this many rows on, the products of a key tile take as long as its keys.
 constexpr int kManyRows = 64;
 
-// Whether the multiprocessors bound the time: several large tiles of rows read the same keys, most
-// of them from L2. Otherwise it is the memory, which the blocks of the whole device share.
+// Whether the products bound the time: several large tiles of rows read the same keys, most of them
+// from L2. Otherwise the memory does, and the blocks of the whole device share it.
 bool bound_by_products(const KernelDescription& description, long long blocks) {
   long long const key_heads = (long long)description.shape.batch * description.shape.key_heads;
   return description.tile_query >= kManyRows && blocks > key_heads;
 }
 
-// The time of the last round, of `blocks` blocks of `key_tiles` KV blocks each. If products bound
-// it, it is that of the multiprocessor with most blocks. Otherwise multiprocessors share the memory
-// equally until those with fewer blocks have finished. The others then read faster, but they no
-// longer saturate the memory.
+// The time of the last round, which has `blocks` blocks of `key_tiles` KV blocks each. If the
+// products bound the time, the multiprocessor with the most blocks determines it. Otherwise all
+// multiprocessors share the memory equally until those with fewer blocks have finished. The others
+// then read faster, but no longer saturate the memory.
 double time_of_last_round(long long blocks, double key_tiles, bool by_products,
                           long long multiprocessors) {
   long long const everywhere = blocks / multiprocessors;
@@ -50,7 +50,7 @@ double time_of_last_round(long long blocks, double key_tiles, bool by_products,
   return most * kBlockOverhead + (everywhere + of_rest) * key_tiles;
 }
 
-// The time of all blocks. Those that run together on one multiprocessor share its time.
+// The time of all blocks. Blocks that run together on one multiprocessor share its time.
 double time_of(long long blocks, double key_tiles, bool by_products, const DeviceKernel& kernel) {
   long long const rest = blocks % resident_blocks(kernel);
   double const share = (key_tiles + kBlockOverhead) / kernel.multiprocessors;

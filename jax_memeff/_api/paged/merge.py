@@ -31,8 +31,8 @@ def merge_attention(
 
     Returns:
         The output in the dtype of the parts, and the logsumexp. A row without keys in any part has
-        output 0 and logsumexp -inf. Only one part may include sinks. Where a part has no keys, its
-        logsumexp is -inf and its output may hold anything.
+        output 0 and logsumexp -inf. Only one part may include sinks. If a part has no keys for a
+        row, its logsumexp there is -inf, and its output there may hold anything.
 
     Raises:
         ValueError: There are no parts, or shapes differ.
@@ -71,9 +71,9 @@ def merge_attention(
                     f"{x.dtype}"
                 )
     largest = functools.reduce(jnp.maximum, (lse for _, lse in pairs))
-    # Only a sink of inf gives an infinite logsumexp. Its part then has the whole row.
+    # Only a sink of inf gives a logsumexp of inf. The part with that sink gets the whole row.
     is_whole = largest == jnp.inf
-    # A row without keys subtracts 0, because -inf - -inf would be NaN. It cancels in the results.
+    # The number cancels in the results. It is 0 for rows without keys: -inf - -inf would be NaN.
     subtracted = jax.lax.stop_gradient(jnp.where(jnp.isinf(largest), 0, largest))
     exponents = (
         jnp.where(is_whole, jnp.where(lse == jnp.inf, 0, -jnp.inf), lse - subtracted)
@@ -84,7 +84,7 @@ def merge_attention(
     has_keys = total != 0  # NaN, too, which must reach the results
     divisor = jnp.where(has_keys, total, 1)
     terms = (
-        # A part without keys in a row may hold anything there.
+        # The output of a part that has no keys for a row may hold anything there.
         (weight / divisor)[..., None]
         * jnp.where((lse == -jnp.inf)[..., None], 0, out).astype(lse.dtype)
         for (out, lse), weight in zip(pairs, weights, strict=True)

@@ -19,7 +19,7 @@ LONGEST = 128
 
 
 def gradients(arch: str, seed: int, head_dim: int) -> Any:
-    """The emulator puts an inaccessible page before or behind each buffer, by the seed."""
+    """The seed decides whether an inaccessible page lies before or behind each buffer."""
     emulator.configure(arch, seed=seed, multiprocessors=2)
     starts = np.cumsum((2, *LENGTHS)).astype(np.int32)
     rng = np.random.default_rng(0)

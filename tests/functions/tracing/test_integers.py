@@ -19,7 +19,7 @@ BATCH, HEAD, QUERY, KEY = (np.int32(x) for x in (1, 2, 3, 4))
 def assert_same(*functions):
     """The programs of functions give the numbers that the functions give in JAX.
 
-    JAX gets them in one program, because each takes XLA 20 ms.
+    JAX compiles all functions in one program, because XLA takes 20 ms for each program.
     """
     arguments = SCORES, BATCH, HEAD, QUERY, KEY
     everywhere = [jax.vmap(function, (0, None, None, None, None)) for function in functions]

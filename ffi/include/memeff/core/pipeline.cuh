@@ -29,10 +29,9 @@ struct PipelineStage {
   }
 };
 
-// The barriers of a ring buffer between producers and consumer warps. There is one producer thread
-// whose TMA copies arrive by bytes, or there are several producers that write and arrive once each,
-// or both.
-// Each consumer warp arrives once when it has read a buffer.
+// The barriers of a ring buffer between producers and consumer warps. A buffer is filled by one
+// thread whose TMA copies arrive by bytes, by several producers that write and arrive once each, or
+// by both. Each consumer warp arrives once when it has read a buffer.
 template <int kStages>
 struct Pipeline {
   uint64_t full[kStages];

@@ -38,8 +38,8 @@ struct RowWalk {
   CUTE_DEVICE void advance() { current = row.after(current); }
 };
 
-// The index of the row of blocks of a tile with this range. Hazard: packed sequences have tiles
-// beyond the last row. These have an empty range, and read row 0.
+// The row of the block mask that belongs to a tile with this range. Hazard: grids of packed
+// sequences have tiles beyond the last row. Their range is empty, and they read row 0.
 template <class Config>
 CUTE_DEVICE int block_mask_row(TileRange const& range, int tile) {
   return !Config::kTokenGrid || range.begin < range.end ? tile : 0;

@@ -42,8 +42,8 @@ CUTE_DEVICE TileRange q_block_range(BackwardParams const& params, WorkItem const
   return range;
 }
 
-// Calls use(query_head, tile, position) for each Q block of a CTA. Positions count all Q blocks
-// that the CTAs of a key head may have, in the same order.
+// Calls use(query_head, tile, position) for each Q block of a CTA. `position` is the index of the Q
+// block among all Q blocks of the key head, which all its CTAs visit in the same order.
 template <class Config, class Use>
 CUTE_DEVICE void for_each_q_block(BackwardParams const& params, WorkItem const& item,
                                   TileRange const& tiles, Use const& use) {

@@ -25,8 +25,8 @@ struct QueryTileRings {
   QueryWorkTile work_tiles[kWorkTileStages];
 
   // Called by one thread of a CTA with this many warps in all consumers, before a barrier of the
-  // CTA. Each group of consumers takes its own keys and values. `key_producers` fill a buffer of
-  // keys: the thread that copies, and possibly a warp that writes.
+  // CTA. Each group of consumers takes its own keys and values. `key_producers` is 2 if a
+  // warp writes to the buffers of keys in addition to the thread that copies keys.
   CUTE_DEVICE void init(int consumer_warps, int consumer_groups, int key_producers = 1) {
     CUTE_UNROLL
     for (auto& own : query) own.init(consumer_warps / kRowWarpgroups);

@@ -1,5 +1,5 @@
 // The producer warpgroup of kernels/fmha_fwd_sm90.cuh: one thread hands out work tiles, and three
-// others copy queries, keys and values. With shared diagonals the whole warp of the one that copies
+// others copy queries, keys and values. With shared diagonals, the warp of the thread that copies
 // queries also reads diagonals.
 #pragma once
 
@@ -26,7 +26,8 @@ struct ForwardProducerSm90 {
   static constexpr int kTileQuery = Kernel::kTileQuery;
   static constexpr int kWorkTileStages = Kernel::kWorkTileStages;
 
-  // Run by all threads of the warpgroup: one thread of each warp does the work, or the whole warp.
+  // Run by all threads of the warpgroup. One thread of each warp does the work, except in the warp
+  // that reads diagonals.
   CUTE_DEVICE static void run(ForwardParams const& params, Operands const& operands,
                               Control& control, uint32_t tiles) {
     int const thread = threadIdx.x - Kernel::kConsumers;
@@ -102,9 +103,9 @@ struct ForwardProducerSm90 {
     }
   }
 
-  // Run by the warp that copies queries, if it also fills the buffers of diagonals. The queries of
-  // a work tile are copied when the last buffer of the previous one is full: the consumers then
-  // still have as many KV blocks to compute as there are buffers.
+  // Run by the warp that copies queries, if it also fills the buffers of diagonals. It copies the
+  // queries of a work tile when it has filled the last buffer of the previous work tile. The
+  // consumers then still have as many KV blocks to compute as there are buffers.
   CUTE_DEVICE static void produce_queries_and_diagonals(ForwardParams const& params,
                                                         Operands const& operands, Control& control,
                                                         uint32_t tiles) {

@@ -1,5 +1,6 @@
 // Sums along the diagonals of a CTA's KV block, over the Q blocks of one head. One warp adds up the
-// sums of all warps and adds each diagonal to global memory once, when no later Q block has it.
+// sums of all warps. It adds a diagonal to global memory once no adjacent Q block follows that has
+// the same diagonal.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -9,9 +10,9 @@
 
 namespace memeff {
 
-// Rows of Grid's accumulators are keys, columns are queries. In shared memory, each warp of Grid
-// has the sums of its own diagonals for one Q block, and the warp that adds them up has a ring of
-// sums.
+// Rows of Grid's accumulators are keys, columns are queries. Shared memory holds, for each warp of
+// Grid, the sums of its own diagonals for one Q block, and a ring of sums for the warp that adds
+// them up.
 template <class Grid>
 struct DiagonalRing {
   using Strip = StripSums<Grid>;
@@ -20,7 +21,7 @@ struct DiagonalRing {
   static constexpr int kColumns = Strip::kColumns;
   static constexpr int kDiagonals = kRows + kColumns - 1;
   static constexpr int kFirstDiagonal = 1 - kRows;                 // column - row
-  static constexpr int kOfWarp = (Strip::kDiagonals + 3) / 4 * 4;  // whole vectors
+  static constexpr int kOfWarp = (Strip::kDiagonals + 3) / 4 * 4;  // sums, padded
   static constexpr int kPlaces = 256;                              // of the ring
   static constexpr int kWarpBytes = kOfWarp * int(sizeof(float));
   static constexpr int kPlaceBytes = kPlaces * int(sizeof(float));
@@ -32,7 +33,7 @@ struct DiagonalRing {
   uint32_t memory;
   int begin = 0;  // the place of the first diagonal of the current Q block
 
-  // Stores the sums of the calling warp, one of Grid.
+  // Stores the sums of the calling warp, which is one of Grid's.
   CUTE_DEVICE static void store(uint32_t memory, Strip const& strip) {
     int const thread = thread_index();
     CUTE_UNROLL
@@ -44,7 +45,7 @@ struct DiagonalRing {
     }
   }
 
-  // Zeros the ring. The warp that adds up calls it before anything else.
+  // Zeros the ring. Called first, by the warp that adds up.
   CUTE_DEVICE void clear() const {
     for (int i = lane(); i < kPlaces; i += kWarpSize) store_shared(ring() + i * 4, 0);
     __syncwarp();
@@ -73,8 +74,8 @@ struct DiagonalRing {
     __syncwarp();
   }
 
-  // Calls use(diagonal, sum) in all lanes for the first `count` diagonals, ordered from
-  // kFirstDiagonal on, and zeros their sums. Lanes beyond `count` get a sum of 0.
+  // Calls use(diagonal, sum) for the first `count` diagonals, counted from kFirstDiagonal, and
+  // zeros their sums. All lanes call it; those beyond `count` pass a sum of 0.
   template <class Use>
   CUTE_DEVICE void take(int count, Use const& use) const {
     CUTE_NO_UNROLL

@@ -69,7 +69,7 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
   static constexpr int kDiagonalReads = kStrips;
   using Ring = DiagonalRing<Grid>;
 
-  // Calls use(read, index) for each of them.
+  // Calls use(read, index) for each of these reads.
   template <class Use>
   CUTE_DEVICE static void for_each_diagonal_read(Use const& use) {
     cute::for_each(cute::make_seq<kReads>{}, [&](auto read) {

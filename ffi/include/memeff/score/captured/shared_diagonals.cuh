@@ -1,9 +1,9 @@
-// Reads of a score function that are constant along diagonals, in the shared memory of a forward:
-// a warp of the producer reads each diagonal of a KV block once, while the consumers compute
-// others. The consumers then neither compute addresses nor wait for global memory.
+// Reads of a score function that are constant along diagonals, through the shared memory of a
+// Hopper kernel. A warp of the producer reads each diagonal of a tile once, while the consumers
+// compute other tiles. The consumers then neither compute addresses nor wait for global memory.
 //
-// The values belong to the buffer of the keys: they are complete when the keys are, and a consumer
-// releases both at once.
+// The values belong to the buffer of the keys in a forward, and of the queries in a backward: one
+// barrier says that both are complete, and a consumer releases both at once.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -13,7 +13,7 @@
 
 namespace memeff {
 
-// No buffers: Function reads for itself. kTransposed: see FunctionOfTile.
+// No buffers: Function reads global memory. kTransposed: see FunctionOfTile.
 template <class Config, class Grid, bool kTransposed = false>
 struct NoSharedDiagonals {
   static constexpr bool kIsOn = false;
@@ -55,7 +55,7 @@ struct SharedDiagonals<Config, Grid, kRows, kColumns, kTransposed, true> {
   // Fills a buffer for the tile at `at`. A whole warp calls it.
   CUTE_DEVICE static void fill(Params const& params, ScoreTilePosition const& at, uint32_t buffer) {
     OfTile const of_tile(params, at);
-#pragma unroll 2  // more spills: the producer has few registers
+#pragma unroll 2  // 4 spills, because the producer has few registers
     for (int i = thread_index() % kWarpSize; i < kDiagonals; i += kWarpSize) {
       float values[kReads];
       int const difference = i - kRows;

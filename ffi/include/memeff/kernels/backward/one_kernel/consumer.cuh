@@ -152,7 +152,7 @@ struct BackwardConsumerSm90 {
     }
   }
 
-  // Adds the sums of a Q block for captured arrays, after differentiate().
+  // Adds the sums of a Q block to the gradients of captured arrays. Call it after differentiate().
   CUTE_DEVICE void add_strips(int head, int tile, int warpgroup, int parity) const {
     CapturedSums const sums(params, work.position(head, tile), tiles + kSumsOffset);
     Kernel::Strips::add(sums, control, tiles + Kernel::kRingsOffset, warpgroup, parity);

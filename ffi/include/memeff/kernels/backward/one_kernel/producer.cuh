@@ -71,7 +71,8 @@ struct BackwardProducerSm90 {
     }
   }
 
-  // A warp fills the buffers of diagonals, in the order in which produce() copies queries.
+  // Fills the buffers of diagonals, in the order in which produce() copies queries. Called by a
+  // whole warp.
   CUTE_DEVICE static void produce_diagonals(BackwardParams const& params, Work const& work,
                                             Control& control, uint32_t tiles, Stage& stage) {
     int const group = params.shape.group;

@@ -1,5 +1,7 @@
-// Who adds the strips of kernels/fmha_bwd_sm90.cuh, the sums of a Q block along diagonals or for
-// each query, to the gradients of captured arrays in global memory.
+// Two strategies of kernels/fmha_bwd_sm90.cuh to add sums over a Q block, along diagonals or for
+// each query, to the gradients of captured arrays in global memory. Each warp of the consumers
+// first stores the terms of its 16 keys in a strip of shared memory
+// (score/captured/strip_sums.cuh).
 #pragma once
 
 #include <memeff/arch/thread.cuh>
@@ -29,8 +31,8 @@ struct ConsumersAddStrips {
 };
 
 // Strategy 2, for sums along diagonals: a warp of the producer's warpgroup adds up the sums of all
-// consumers and of adjacent Q blocks. The consumers neither compute offsets nor issue atomics, and
-// each diagonal of a KV block becomes one atomic.
+// consumers and of adjacent Q blocks. The consumers neither compute offsets nor issue atomics. If
+// no Q block is skipped, each diagonal of a KV block takes one atomic per head.
 template <class Config, class Kernel>
 struct ProducerAddsStrips {
   using CapturedSums = typename Kernel::CapturedSums;
@@ -41,7 +43,7 @@ struct ProducerAddsStrips {
 
   // In shared memory.
   struct Control {
-    Pipeline<1> sums[kWarpgroups];  // full: the sums of a Q block; empty: they have been read
+    Pipeline<1> sums[kWarpgroups];  // full: the sums of a Q block are stored; empty: they were read
   };
 
   CUTE_DEVICE static void init(Control& control) {
