@@ -70,7 +70,8 @@ def of_empty(arch: str, mask: str, longest: tuple[int, int]) -> Any:
     starts = [np.array([3, 3, 3]) if size == 0 else np.array([3, 9, 70]) for size in longest]
 
     def attention(*operands: Any) -> Any:
-        return jax_memeff.varlen_attention(
+        varlen_attention: Any = jax_memeff.varlen_attention
+        return varlen_attention(
             *operands, *starts, *longest, mask=MASKS_OF_EMPTY[mask](), return_residual=True
         )
 
