@@ -67,9 +67,10 @@ def lines(
            [0, 2, 1]], dtype=int32)
     """
     batch, _, length, key_length = scores
-    tiling = Tiling((length, key_length), (tile.query // tile.parts, tile.key))
+    # Kernels have a row and a column at least, also if the longest packed sequence is empty.
+    tiling = Tiling((max(length, 1), max(key_length, 1)), (tile.query // tile.parts, tile.key))
     if sequences is not None:
-        mask = _of_sequences(mask, sequences)
+        mask = _of_sequences(mask, sequences, tiling)
     found = [
         broadcastable(of_tiles(levels, tiling), divisors[f"mask.block_masks.{index}"], batch)
         for index, levels in enumerate(mask.block_masks)
@@ -142,10 +143,11 @@ def _of_function(
     return block_mask.of_function(program, indices, captured, tiling, reached)
 
 
-def _of_sequences(mask: Mask, sequences: Sequences) -> Mask:
+def _of_sequences(mask: Mask, sequences: Sequences, tiling: Tiling) -> Mask:
     """The mask with the lengths of packed sequences, and with ids [sequences, positions]."""
-    query = sequences.query_starts, sequences.query_lengths, sequences.longest_query
-    key = sequences.key_starts, sequences.key_lengths, sequences.longest_key
+    longest_query, longest_key = tiling.sizes
+    query = sequences.query_starts, sequences.query_lengths, longest_query
+    key = sequences.key_starts, sequences.key_lengths, longest_key
     return dataclasses.replace(
         mask,
         query_lengths=sequences.query_lengths,

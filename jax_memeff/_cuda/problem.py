@@ -62,7 +62,7 @@ class Call:
 
     @property
     def broadcasts_batch(self) -> bool:
-        """Whether some batch indices, but not all, share an operand."""
+        """Whether some batch indices, but not all, share an operand or a gradient."""
         avals, options = self.operands, self.options
         batch = avals.scores[0]
         own = {divisors.combined(avals.mask, options.divisors, batch)[0]}
@@ -71,8 +71,12 @@ class Call:
             for name in differentiable(avals)
             if array_of(avals, name) is not None and divisors.may_sum_gradient(name, avals)
         }
-        if avals.bias is not None and self.needs_grad is not None and self.needs_grad.bias:
-            own.add(self._bias_gradient_shape[0])
+        if self.needs_grad is not None:
+            own |= {
+                self._gradient_shape(name)[0]
+                for name in self.needs_grad.names
+                if divisors.may_sum_gradient(name, avals)
+            }
         keys = () if avals.sequences is not None else (avals.key, avals.value)
         return not own <= {1, batch} or any(array.shape[0] != batch for array in keys)
 
@@ -82,7 +86,7 @@ class Call:
 
         The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
         """
-        scores, shape = self.operands.scores, self._bias_gradient_shape
+        scores, shape = self.operands.scores, self._gradient_shape("bias")
         if shape == scores:
             return "full"
         if shape[3] == 1 and scores[3] != 1:
@@ -94,11 +98,9 @@ class Call:
         """The alignment in bytes, up to 16, at which every row of the bias starts."""
         return bias_alignment(self.operands)
 
-    @property
-    def _bias_gradient_shape(self) -> tuple[int, ...]:
-        avals = self.operands
-        assert avals.bias is not None
-        return divisors.gradient_shape("bias", avals.bias.shape, avals, self.options.divisors)
+    def _gradient_shape(self, name: str) -> tuple[int, ...]:
+        shape = array_of(self.operands, name).shape
+        return divisors.gradient_shape(name, shape, self.operands, self.options.divisors)
 
 
 def problem_of(call: Call, arch: str) -> Problem:

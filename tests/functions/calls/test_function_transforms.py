@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,6 +79,27 @@ def test_vmap(axes, assert_close):
 
     summed = tuple(x if axis == 0 else x.sum(0) for x, axis in zip(want, axes, strict=True))
     assert_close(jax.jit(jax.grad(total, (0, 1, 2, 3)))(*given), summed)
+
+
+AXES_OF_SHARED = (0, 0, 0, None)
+SHARED = (*(jnp.stack([x, -x / 2, x + 0.3]) for x in ARRAYS[:3]), ARRAYS[3])
+
+
+def emulated_gradients() -> Any:
+    """Runs in the process of ``machine``."""
+    emulator.configure("sm_80", multiprocessors=2)
+    return jax.tree.map(np.asarray, jax.jit(jax.vmap(gradients, AXES_OF_SHARED))(*SHARED))
+
+
+def test_kernels_sum_the_gradient_of_a_shared_array_in_each_mapped_call(machine, assert_close):
+    """All operands of the kernel have the whole batch, and the table's gradient has not."""
+    found = machine.submit(emulated_gradients).result(timeout=600)
+
+    def dense_loss(*arrays):
+        return jnp.vdot(dense(*arrays), COTANGENT)
+
+    want = jax.vmap(jax.grad(dense_loss, (0, 1, 2, 3)), AXES_OF_SHARED)
+    assert_close(found, jax.jit(want)(*SHARED), 2e-5)
 
 
 def test_nested_vmap(assert_close):
