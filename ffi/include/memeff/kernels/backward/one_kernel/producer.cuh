@@ -5,6 +5,7 @@
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
+#include <memeff/schedule/q_blocks.cuh>
 
 namespace memeff {
 
@@ -75,20 +76,13 @@ struct BackwardProducerSm90 {
   // whole warp.
   CUTE_DEVICE static void produce_diagonals(BackwardParams const& params, Work const& work,
                                             Control& control, uint32_t tiles, Stage& stage) {
-    int const group = params.shape.group;
-    CUTE_NO_UNROLL
-    for (int head = work.item.head * group; head < (work.item.head + 1) * group; ++head) {
-      auto const blocks = work.row_of_blocks(params, head);
-      CUTE_NO_UNROLL
-      for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
-        control.query.acquire(stage);
-        Diagonals::fill(params, work.position(head, tile),
-                        Kernel::diagonals_of(tiles, stage.index));
-        __syncwarp();  // all lanes have stored
-        if (threadIdx.x % kWarpSize == 0) control.query.commit(stage);
-        stage.advance();
-      }
-    }
+    for_each_q_block<Config>(params, work.item, work.tiles, [&](int head, int tile, int) {
+      control.query.acquire(stage);
+      Diagonals::fill(params, work.position(head, tile), Kernel::diagonals_of(tiles, stage.index));
+      __syncwarp();  // all lanes have stored
+      if (threadIdx.x % kWarpSize == 0) control.query.commit(stage);
+      stage.advance();
+    });
   }
 };
 
