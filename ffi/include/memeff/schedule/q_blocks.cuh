@@ -43,7 +43,7 @@ CUTE_DEVICE TileRange q_block_range(BackwardParams const& params, WorkItem const
 }
 
 // Calls use(query_head, tile, position) for each Q block of a CTA. `position` is the index of the Q
-// block among all Q blocks of the key head, which all its CTAs visit in the same order.
+// block among all Q blocks of the key head, which all its CTAs process in the same order.
 template <class Config, class Use>
 CUTE_DEVICE void for_each_q_block(BackwardParams const& params, WorkItem const& item,
                                   TileRange const& tiles, Use const& use) {
