@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Literal
 
 from jax_memeff.codegen import features, gpu
+from jax_memeff.codegen.features.mask import MASK, MaskKind
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
 
@@ -38,6 +39,14 @@ _PLAIN_ROWS = 128
 _WARPGROUP_ROWS = 64
 _LEAST_Q_BLOCKS = 4
 """Q blocks of 64 rows for each CTA of a split-Q backward; with fewer, the sums take longer."""
+_LEAST_GROUP = 4
+"""The least group whose query heads CTAs divide under a causal mask. With two heads per group it
+costs 9 % (H100, T 2048 and 4096)."""
+_LARGE_GROUP = 8
+"""From here on four CTAs divide a group, whatever the number of KV blocks."""
+_LEAST_Q_BLOCKS_OF_HEADS = 32
+"""Q blocks of 64 rows for each CTA that takes some heads of a group. The mask skips half of them.
+"""
 _PARTS_A_Q_BLOCK = 2
 """The number of partial sums of dk and dv that can be read from L2 in the time of one Q block."""
 _MOST_SEGMENT_BYTES = 1 << 27
@@ -122,7 +131,7 @@ def choose(problem: Problem, sizes: Sizes, multiprocessors: int) -> Strategy:
         return Strategy(query_rows=query_rows(problem, sizes, multiprocessors))
     if problem.direction == "tangent":
         return PLAIN
-    return Strategy(split_q=q_splits(sizes, multiprocessors) > 1)
+    return Strategy(split_q=q_splits(problem[MASK], sizes, multiprocessors) > 1)
 
 
 def pack_heads(problem: Problem) -> bool:
@@ -203,23 +212,38 @@ def _split_time(tiles: int, keys: int, multiprocessors: int) -> float:
     return _MMA_SYNC_COST * keys * tiles / multiprocessors + _COMBINATION
 
 
-def q_splits(sizes: Sizes, multiprocessors: int) -> int:
+def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int) -> int:
     """How many CTAs of a backward may share a KV block; 1 for packed sequences.
 
-    The launcher takes fewer on a smaller device.
+    They divide query heads as far as the number and the group have common divisors, and Q blocks.
+    The launcher takes fewer for Q blocks on a smaller device (ffi/src/launch/backward.cc).
 
-    >>> q_splits(Sizes(batch=1, queries=1024, keys=1024, heads=8, key_heads=8), 132)
+    >>> q_splits("none", Sizes(batch=1, queries=1024, keys=1024, heads=8, key_heads=8), 132)
     2
-    >>> q_splits(Sizes(batch=2, queries=1024, keys=1024, heads=8, key_heads=8), 132)
+    >>> q_splits("none", Sizes(batch=2, queries=1024, keys=1024, heads=8, key_heads=8), 132)
     1
+    >>> q_splits("causal", Sizes(batch=8, queries=4096, keys=4096, heads=32, key_heads=4), 132)
+    4
     """
     if sizes.packed or not sizes.heads:
         return 1
-    tiles = sizes.batch * sizes.key_heads * -(-sizes.keys // _PLAIN_ROWS)
+    kv_blocks = sizes.batch * sizes.key_heads * -(-sizes.keys // _PLAIN_ROWS)
     q_blocks = sizes.queries * sizes.group // _WARPGROUP_ROWS
     # A CTA processes q_blocks / splits of them, and the last CTA reads `splits` parts.
     quickest = math.isqrt(_PARTS_A_Q_BLOCK * q_blocks)
-    return max(1, min(multiprocessors // max(1, tiles), q_blocks // _LEAST_Q_BLOCKS, quickest))
+    idle = min(multiprocessors // max(1, kv_blocks), q_blocks // _LEAST_Q_BLOCKS, quickest)
+    return max(1, idle, _head_splits(sizes, kv_blocks / multiprocessors) if mask == "causal" else 1)
+
+
+def _head_splits(sizes: Sizes, kv_blocks_per_sm: float) -> int:
+    """How many CTAs divide the query heads of a group under a causal mask: the times are in
+    docs/tuning/sm90_backward.md. The partial sums need at most as much memory as the sums of dq.
+    """
+    few = kv_blocks_per_sm <= (4 if sizes.head_dim > 64 else 1.5)
+    most = 4 if sizes.group >= _LARGE_GROUP else 2 if sizes.group >= _LEAST_GROUP and few else 1
+    q_blocks = sizes.queries * sizes.group // _WARPGROUP_ROWS
+    most = min(most, q_blocks // _LEAST_Q_BLOCKS_OF_HEADS)
+    return max([splits for splits in (2, 4) if splits <= most and not sizes.group % splits] or [1])
 
 
 def most_key_splits(tiles: int, keys: int, tile: int) -> int:

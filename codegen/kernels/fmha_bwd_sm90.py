@@ -228,13 +228,13 @@ class FmhaBwdSm90(WgmmaBackward):
         reasons = super().reasons(spec, problem, strategy)
         if spec.split_q and not self._splits_q(spec, strategy):
             reasons.append(
-                "several of its CTAs divide the Q blocks of a KV block (split-Q), which this call "
+                "several of its CTAs share a KV block (split-Q), which this call "
                 "does not need or does not allow"
             )
         elif not spec.split_q and self._splits_q(spec, strategy):
             reasons.append(
-                "each of its CTAs owns a KV block, and there are too few KV blocks to fill the GPU "
-                "without split-Q"
+                "each of its CTAs owns a KV block, and without split-Q there are too few KV blocks "
+                "to fill the GPU, or too many query heads for each"
             )
         if _tile(spec).light_functions and not FUNCTIONS.is_light(spec):
             reasons.append(
@@ -370,7 +370,7 @@ class FmhaBwdSm90(WgmmaBackward):
             columns = {"key": spec.padded_head_dim, "value": spec.padded_value_dim}
             parts = sum(columns[name] for name in columns if name in spec.gradients)
             rows = sizes.padded_keys(spec.tile.key)
-            splits = q_splits(sizes, multiprocessors)
+            splits = q_splits(spec[MASK], sizes, multiprocessors)
             yield Workspace("key_gradient_sum", (splits, rows * parts))
             yield Workspace("semaphores", (1 + key_tiles(spec, sizes),), "int32")
         if self.counts_kv_blocks(spec):

@@ -69,7 +69,7 @@ def test_few_kv_blocks_use_split_q():
     assert "static constexpr bool kSplitQ = true;" in emit.source(spec)
     assert not select.select(problem("backward", arch="sm_90a")).split_q
     (reason,) = support.spec_reasons(spec, problem("backward", arch="sm_90a"))
-    assert reason.startswith("several of its CTAs divide the Q blocks of a KV block (split-Q)")
+    assert reason.startswith("several of its CTAs share a KV block (split-Q)")
     whole = select.select(problem("backward", **hopper))
     (reason,) = support.spec_reasons(whole, problem("backward", **hopper), few)
     assert reason.startswith("each of its CTAs owns a KV block")
@@ -108,7 +108,43 @@ def test_few_kv_blocks_use_split_q():
 def test_q_splits_fill_the_gpu_and_have_enough_q_blocks(sizes, shares):
     heads = sizes.get("heads", 8)
     usual = {"batch": 1, "queries": 1024, "keys": 1024, "heads": heads, "key_heads": heads}
-    assert strategy.q_splits(Sizes(**{**usual, **sizes}), 132) == shares
+    assert strategy.q_splits("none", Sizes(**{**usual, **sizes}), 132) == shares
+
+
+@pytest.mark.parametrize(
+    ("sizes", "splits"),
+    [
+        ({}, 4),
+        ({"queries": 512}, 2),
+        ({"queries": 128}, 1),
+        ({"key_heads": 2}, 4),
+        ({"heads": 24}, 1),
+        ({"heads": 24, "batch": 4}, 2),
+        ({"heads": 20}, 1),
+        ({"key_heads": 8, "batch": 2}, 2),
+        ({"key_heads": 8}, 1),
+        ({"key_heads": 16, "batch": 1}, 1),
+        ({"heads": 28, "batch": 1, "head_dim": 64}, 1),
+        ({"heads": 16, "batch": 1, "head_dim": 64}, 2),
+        ({"heads": 16, "batch": 2, "head_dim": 64}, 1),
+        ({"query_tokens": 4096, "key_tokens": 4096}, 1),
+    ],
+    ids=str,
+)
+def test_ctas_divide_the_query_heads_of_large_groups_under_causal_masks(sizes, splits):
+    """The partial sums of dk and dv then need at most as much memory as the sums of dq."""
+    usual = {
+        "batch": 8,
+        "queries": 4096,
+        "keys": 4096,
+        "heads": 32,
+        "key_heads": 4,
+        "head_dim": 128,
+    }
+    found = Sizes(**{**usual, **sizes})
+    assert strategy.q_splits("causal", found, 132) == splits
+    assert strategy.q_splits("window", found, 132) == 1
+    assert 2 * splits <= max(2, found.group)
 
 
 def test_hopper_kernels_come_first_and_give_reasons():

@@ -386,4 +386,13 @@ SHARES = [
         splits=True,
     )
 ]
+# These CTAs divide query heads, and the kernel of the bias gradient finds its keys nevertheless.
+SHARES += [
+    Run(case, "sm_90a", seed=3, multiprocessors=9, splits=True)
+    for case in (
+        Case(B=1, T=256, S=200, N=8, K=1, dropout=0.2, soft_cap=2.0, **CAUSAL),
+        Case(B=2, T=256, S=150, N=8, K=2, H=128, bias="1NTS", lengths=((256, 150), (40, 0))),
+        Case(B=6, T=256, S=150, N=4, K=1, sinks=True, shared=SHARED_KEYS, **CAUSAL),
+    )
+]
 RUNS = SM80 + SM90 + CONSUMER_GROUPS + SHARES + FLOAT32 + LARGE_DIMS + LARGE_GRADIENTS + POSITIONS

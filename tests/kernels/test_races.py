@@ -62,6 +62,8 @@ HUNTS += [hunt(64, 3, **CAUSAL), hunt(64, 1, **EVERYTHING)]
 HUNTS += [hunt(128, 3, deterministic=True, dropout=0.2)]
 # Too small for the GPU: consumer groups in the forward, split-Q in the backward.
 HUNTS += [Hunt(Case(B=4, T=1000, S=1000, H=H, **CAUSAL), None) for H in (64, 128)]
+# CTAs divide the query heads of a group.
+HUNTS += [Hunt(Case(B=6, T=700, S=1000, N=16, K=2, H=H, **CAUSAL), None) for H in (64, 128)]
 HUNTS += [hunt(256, stages, **CAUSAL) for stages in (1, 2, 3)] + [hunt(256, 2, **EVERYTHING)]
 # One buffer of queries: TMA overwrites it as soon as it is released.
 HUNTS += [hunt(192, stages, Hv=128, **CAUSAL) for stages in (1, 2)]

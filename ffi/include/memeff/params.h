@@ -196,7 +196,8 @@ struct BackwardParams {
   ScoreView bias_gradient;
   float* bias_gradient_sum;  // if it is summed: see score/bias/gradient.cuh
   int query_tiles;           // padded T / query tile
-  int q_splits;              // CTAs per KV block: see schedule/split_q.cuh
+  int head_splits;           // CTAs that divide the query heads of a KV block, and
+  int row_splits;            // its Q blocks: see schedule/split_q.cuh
   int* semaphores;           // for deterministic sums: see schedule/dq_semaphore.cuh and
                              // schedule/split_q.cuh
   BlockMask block_mask;      // of the launched kernel
@@ -282,12 +283,12 @@ static_assert(sizeof(TileCounter) == 16, "host and device disagree on TileCounte
 static_assert(sizeof(TileParts) == 16, "host and device disagree on TileParts");
 static_assert(sizeof(ForwardParams) == 584, "host and device disagree on ForwardParams");
 static_assert(sizeof(TangentParams) == 784, "host and device disagree on TangentParams");
-static_assert(sizeof(BackwardParams) == 848, "host and device disagree on BackwardParams");
+static_assert(sizeof(BackwardParams) == 856, "host and device disagree on BackwardParams");
 static_assert(sizeof(ArrayView) == 120, "host and device disagree on ArrayView");
 static_assert(sizeof(ArrayTable) == 1920, "host and device disagree on ArrayTable");
 static_assert(sizeof(WithArrays<ForwardParams>) == 2504, "host and device disagree on WithArrays");
 static_assert(sizeof(WithArrays<TangentParams>) == 2704, "host and device disagree on WithArrays");
-static_assert(sizeof(WithArrays<BackwardParams>) == 2768, "host and device disagree on WithArrays");
+static_assert(sizeof(WithArrays<BackwardParams>) == 2776, "host and device disagree on WithArrays");
 // Fields that features fill by their offsets (ParamsField of codegen/launch.py). NVRTC 13.0 has no
 // offsetof; the sizes above make both compilers agree.
 #ifndef __CUDACC_RTC__

@@ -1,22 +1,29 @@
 #include <algorithm>
+#include <numeric>
 
 #include "launch/launch.h"
 
 namespace memeff::host {
 namespace {
 
-// The number of CTAs per KV block: as many as the device and the workspace have room for.
-long long choose_q_splits(const DeviceKernel& kernel, Buffers& buffers) {
-  const KernelDescription& description = *kernel.description;
+// Sets how many CTAs share a KV block: schedule/split_q.cuh. The workspace has room for `most`. As
+// many as possible divide query heads, and the others Q blocks, if they fill the device.
+void set_splits(const DeviceKernel& kernel, Buffers& buffers, BackwardParams& params) {
+  params.head_splits = 1;
+  params.row_splits = 1;
   const ArrayType* const sums = buffers.type("key_gradient_sum");
-  if (sums == nullptr || sums->rank != 2) return 1;
+  if (sums == nullptr || sums->rank != 2) return;
   long long const most = std::clamp(sums->sizes[0], 1ll, 1ll << 20);
-  ProblemShape const& shape = description.shape;
-  long long const tiles = ceil_div(shape.key_length, description.tile_key);
-  // Three sizes of 31 bits may have a product of more than 63 bits. Such a call needs no split.
+  long long const heads = std::gcd(most, static_cast<long long>(params.shape.group));
+  params.head_splits = static_cast<int>(heads);
+  params.shape.group /= params.head_splits;
+  params.shape.key_heads *= params.head_splits;
+  long long const tiles = ceil_div(params.shape.key_length, kernel.description->tile_key);
+  // Three sizes of 31 bits may have a product of more than 63 bits. Such a call has enough blocks.
   long long blocks = 0;
-  if (__builtin_mul_overflow(tiles * shape.key_heads, shape.batch, &blocks)) return 1;
-  return std::clamp(kernel.multiprocessors / std::max(blocks, 1ll), 1ll, most);
+  if (__builtin_mul_overflow(tiles * params.shape.key_heads, params.shape.batch, &blocks)) return;
+  long long const rows = kernel.multiprocessors / std::max(blocks, 1ll);
+  params.row_splits = static_cast<int>(std::clamp(rows, 1ll, most / heads));
 }
 
 }  // namespace
@@ -54,8 +61,8 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.query_tiles =
       static_cast<int>(ceil_div(params.shape.query_length, kernel.description->tile_query));
   LaunchDims dims;
-  dims.q_splits = choose_q_splits(kernel, buffers);
-  params.q_splits = static_cast<int>(dims.q_splits);
+  set_splits(kernel, buffers, params);
+  dims.q_splits = static_cast<long long>(params.head_splits) * params.row_splits;
   if (params.bias_gradient_sum != nullptr) {
     xla::ffi::Error error =
         fill_zero(kernel, params.bias_gradient_sum, buffers.bytes("bias_gradient_sum"), stream);

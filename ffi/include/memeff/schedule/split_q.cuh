@@ -1,8 +1,15 @@
-// Split-Q backward: if there are too few KV blocks to fill the GPU, several CTAs divide the Q
-// blocks of each.
+// Split-Q backward: several CTAs share a KV block.
 //
-// Each writes its partial dk and dv to global memory. The CTA that finishes last adds up all parts
-// in a fixed order: no CTA waits, and the bits are the same in every run.
+// With grouped heads, `head_splits` CTAs divide the query heads of the group. Under a causal mask a
+// CTA that processes all of them takes too long for an even balance. Besides, the CTAs of a key
+// head drift apart: they are at different query heads, whose Q, dO and dq sums do not fit L2
+// together. The launcher describes `head_splits` times as many key heads, each with a part of the
+// group, and key_head_of() maps them back.
+//
+// If there are too few KV blocks to fill the GPU, `row_splits` CTAs divide the Q blocks of each.
+//
+// Each CTA writes its partial dk and dv to global memory. The CTA that finishes last adds up all
+// parts in a fixed order: no CTA waits, and the bits are the same in every run.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -10,14 +17,26 @@
 
 #include <memeff/arch/barrier.cuh>
 #include <memeff/arch/copy.cuh>
+#include <memeff/arch/thread.cuh>
+#include <memeff/core/work_item.cuh>
 #include <memeff/schedule/key_splits.cuh>
 
 namespace memeff {
 
-// The KV block of this CTA, among those of all heads and batch indices.
+// The KV block of this CTA, among those of all key heads that the launcher describes.
 template <class Config>
 CUTE_DEVICE unsigned split_kv_block_index(BackwardParams const& params) {
-  return Config::kSplitQ ? blockIdx.x / params.q_splits : blockIdx.x;
+  return Config::kSplitQ ? blockIdx.x / params.row_splits : blockIdx.x;
+}
+
+// The key head of the arrays, if `described` is one that the launcher describes. The value is
+// hidden, because the compiler would divide before producer and consumers part, and spill the
+// quotient.
+template <class Config>
+CUTE_DEVICE int key_head_of(BackwardParams const& params, unsigned described) {
+  if constexpr (!Config::kSplitQ) return described;
+  hide_value(described);
+  return described / unsigned(params.head_splits);
 }
 
 // Divides the Q blocks and adds up the parts. kFloats is the size of a part; kThreads threads own
@@ -26,26 +45,32 @@ template <class Config, int kFloats, int kThreads, int kBarrier>
 struct SplitQ {
   CUTE_DEVICE static TileRange query_tiles(BackwardParams const& params, TileRange const& tiles) {
     if constexpr (!Config::kSplitQ) return tiles;
-    return share_of_split(tiles, blockIdx.x % params.q_splits, params.q_splits);
+    return share_of_split(tiles, blockIdx.x % params.row_splits, params.row_splits);
   }
 
   // Stores the part of this CTA. Returns true in the last CTA of a KV block, with the sums of all
   // parts in its accumulators. `scratch` is a word of shared memory that no thread reads once all
   // have arrived.
   template <class KeyGradient, class ValueGradient>
-  CUTE_DEVICE static bool add_up(BackwardParams const& params, uint32_t scratch,
-                                 KeyGradient& key_gradient, ValueGradient& value_gradient) {
-    if (!Config::kSplitQ || params.q_splits == 1) return true;
-    unsigned const tile = split_kv_block_index<Config>(params);
+  CUTE_DEVICE static bool add_up(BackwardParams const& params, WorkItem const& item,
+                                 uint32_t scratch, KeyGradient& key_gradient,
+                                 ValueGradient& value_gradient) {
+    unsigned const heads = params.head_splits;
+    unsigned const rows = params.row_splits;
+    unsigned const splits = heads * rows;
+    if (!Config::kSplitQ || splits == 1) return true;
+    unsigned const head = item.batch * params.shape.key_heads + item.head;
+    unsigned const own = head % heads * rows + blockIdx.x % rows;
+    unsigned const tile =
+        head / heads * ceil_div(params.shape.key_length, Config::kTileKey) + item.tile;
     auto for_each = [&](unsigned split, auto use) {
-      float4* block =
-          reinterpret_cast<float4*>(params.key_gradient_sum +
-                                    (long long)(tile * params.q_splits + split) * kFloats) +
-          threadIdx.x;
+      float4* block = reinterpret_cast<float4*>(params.key_gradient_sum +
+                                                (long long)(tile * splits + split) * kFloats) +
+                      threadIdx.x;
       if constexpr (Config::kKeyGradient) block = for_each_block(block, key_gradient, use);
       if constexpr (Config::kValueGradient) for_each_block(block, value_gradient, use);
     };
-    for_each(blockIdx.x % params.q_splits, [](float4& part, auto& gradient, int n) {
+    for_each(own, [](float4& part, auto& gradient, int n) {
       part =
           make_float4(gradient(0, 0, n), gradient(1, 0, n), gradient(2, 0, n), gradient(3, 0, n));
     });
@@ -56,12 +81,12 @@ struct SplitQ {
       __threadfence();
     }
     named_barrier_sync(kBarrier, kThreads);
-    if (int(load_shared(scratch)) < params.q_splits - 1) return false;
+    if (load_shared(scratch) < splits - 1) return false;
     __threadfence();
     cute::clear(key_gradient);
     cute::clear(value_gradient);
     CUTE_NO_UNROLL
-    for (int split = 0; split < params.q_splits; ++split) {
+    for (unsigned split = 0; split < splits; ++split) {
       for_each(split, [](float4 const& part, auto& gradient, int n) {
         gradient(0, 0, n) += part.x;
         gradient(1, 0, n) += part.y;

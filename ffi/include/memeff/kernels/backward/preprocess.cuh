@@ -17,6 +17,7 @@
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
 #include <memeff/schedule/grid.cuh>
+#include <memeff/schedule/split_q.cuh>
 #include <memeff/score/bias/rows.cuh>
 #include <memeff/score/bias/tile.cuh>
 
@@ -90,7 +91,9 @@ struct FmhaBackwardPreprocess {
 
   CUTE_DEVICE static unsigned semaphore_words(BackwardParams const& params) {
     if constexpr (Config::kCountsKvBlocks) return FinishedDq<Config>{params}.words();
-    return DqSemaphore<Config>::words(params.shape);
+    ProblemShape shape = params.shape;
+    shape.key_heads = key_head_of<Config>(params, shape.key_heads);
+    return DqSemaphore<Config>::words(shape);
   }
 
   // Adds this lane's part of the dot products of dO and out. `row` is the first of its rows.

@@ -25,6 +25,7 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/split_q.cuh>
 #include <memeff/score/bias/gradient.cuh>
 #include <memeff/score/bias/square_sm90.cuh>
 #include <memeff/score/modifiers.cuh>
@@ -177,7 +178,8 @@ struct DbiasSm90 {
                                      PipelineStage<kStages>& stage, uint32_t tiles) {
     int const head = slice.head;
     Origin const queries = query_origin<Config>(params.shape, slice.batch);
-    KeyValueSource<Config> const keys(params, slice.batch, head / params.shape.group);
+    KeyValueSource<Config> const keys(params, slice.batch,
+                                      key_head_of<Config>(params, head / params.shape.group));
     int const batch = keys.batch(tensor);
     CUTE_NO_UNROLL
     for (int part = 0; part < kParts; ++part) {

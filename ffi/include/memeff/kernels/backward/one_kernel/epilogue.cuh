@@ -6,6 +6,7 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/schedule/grid.cuh>
+#include <memeff/schedule/split_q.cuh>
 
 namespace memeff {
 
@@ -30,7 +31,10 @@ struct BackwardEpilogueSm90 {
                                  Work const& work, int key_length, int warpgroup, uint32_t tiles,
                                  uint32_t key_tile, KeyGradient& key_gradient,
                                  ValueGradient& value_gradient) {
-    if (!Splits::add_up(params, tiles + kStatisticsOffset, key_gradient, value_gradient)) return;
+    if (!Splits::add_up(params, work.item, tiles + kStatisticsOffset, key_gradient,
+                        value_gradient)) {
+      return;
+    }
     if constexpr (Config::kKeyGradient) {
       scale_accumulators(key_gradient, params.scale.gradient_scale);
     }
@@ -57,17 +61,18 @@ struct BackwardEpilogueSm90 {
     fence_tma_store();
     named_barrier_sync(Kernel::warpgroup_barrier(warpgroup), kWarpgroupSize);
     Origin const keys = key_origin<Config>(shape, work.item.batch);
+    int const head = key_head_of<Config>(params, work.item.head);
     int const row = keys.row + work.column;
     int const tile_row = warpgroup * kWarpgroupRows;
     int const bound = (Config::kVarlen ? key_length : shape.key_length) - work.column;
     if constexpr (Config::kKeyGradient) {
       store_part<Config, KeyTile>(maps.key_gradient, params.key_gradient, key_tile, tile_row, row,
-                                  bound, work.item.head, keys.batch, shape.head_dim);
+                                  bound, head, keys.batch, shape.head_dim);
     }
     if constexpr (Config::kValueGradient) {
       store_part<Config, ValueTile>(maps.value_gradient, params.value_gradient,
-                                    key_tile + kValueOffset, tile_row, row, bound, work.item.head,
-                                    keys.batch, shape.value_dim);
+                                    key_tile + kValueOffset, tile_row, row, bound, head, keys.batch,
+                                    shape.value_dim);
     }
     wait_tma_stores();
     if constexpr (Config::kVarlen) {

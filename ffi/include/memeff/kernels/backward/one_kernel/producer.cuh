@@ -6,6 +6,7 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/schedule/q_blocks.cuh>
+#include <memeff/schedule/split_q.cuh>
 
 namespace memeff {
 
@@ -45,7 +46,7 @@ struct BackwardProducerSm90 {
     int const group = params.shape.group;
     Bias const bias(tiles + kBiasOffset);
     Origin const queries = query_origin<Config>(params.shape, item.batch);
-    KeyValueSource<Config> const source(params, item.batch, item.head);
+    KeyValueSource<Config> const source(params, item.batch, key_head_of<Config>(params, item.head));
     int const key_row = source.origin.row + work.column;
     load_tma_tile<KeyTile>(maps.key, arrived, keys, 0, key_row, source.head,
                            source.batch(params.key), kOnce);
