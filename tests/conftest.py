@@ -199,7 +199,20 @@ def selected(request):
 
 
 @pytest.fixture(scope="session")
-def compile_kernels(request):
+def share_of_worker(request):
+    """A function that selects the part of a list that this xdist worker has to prepare."""
+
+    def share(jobs):
+        if worker := getattr(request.config, "workerinput", None):
+            index = int(worker["workerid"].removeprefix("gw"))
+            return jobs[index :: worker["workercount"]]
+        return jobs
+
+    return share
+
+
+@pytest.fixture(scope="session")
+def compile_kernels(share_of_worker):
     """A function that compiles pairs of a spec and an architecture in parallel.
 
     Each of several xdist workers compiles a share, in one process.
@@ -208,11 +221,8 @@ def compile_kernels(request):
 
     def compile_all(jobs):
         ordered = sorted(jobs, key=lambda job: (job[0].sort_key, job[0].name, job[1]))
-        if worker := getattr(request.config, "workerinput", None):
-            index = int(worker["workerid"].removeprefix("gw"))
-            parallel.compile_many(ordered[index :: worker["workercount"]], processes=1)
-        else:
-            parallel.compile_many(ordered)
+        own = share_of_worker(ordered)
+        parallel.compile_many(own, processes=1 if len(own) < len(ordered) else None)
 
     return compile_all
 

@@ -86,7 +86,7 @@ HUNTS += [hunt(128, 1, deterministic=True, **FLOAT32, **EVERYTHING)]
 
 
 @pytest.fixture(scope="module")
-def compiled(selected):
+def compiled(selected, share_of_worker):
     """Compiles the kernels of the selected hunts before the first one begins."""
     if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
         pytest.skip("these are the kernels of Hopper")
@@ -97,7 +97,8 @@ def compiled(selected):
     # NVRTC holds a lock, so threads would compile one after the other.
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(mp_context=spawn) as processes:
-        list(processes.map(compile_late, sorted(specs, key=lambda spec: spec.sort_key)))
+        ordered = sorted(specs, key=lambda spec: (spec.sort_key, spec.name))
+        list(processes.map(compile_late, share_of_worker(ordered)))
 
 
 def compile_late(spec):

@@ -395,6 +395,12 @@ def cases() -> list[Case]:
     found += [Case(T=100, S=90, scale=-0.4, soft_cap=1.5), Case(lse_gradient=False)]
 
     found += _element_cases() + _two_kernel_bias_cases() + _packed_cases() + _f32_cases()
-    found += _head_split_cases() + split_cases() + deterministic_cases() + _shared_cases() + _hopper_large_dim_cases()
+    found += (
+        _head_split_cases()
+        + split_cases()
+        + deterministic_cases()
+        + _shared_cases()
+        + _hopper_large_dim_cases()
+    )
 
     return found
