@@ -23,6 +23,7 @@ from oracle_checks import assert_results_match
 
 from jax_memeff._call.operands.gradients import Gradients, gradients_of
 from jax_memeff._op import primitives
+from jax_memeff.codegen import emit
 from jax_memeff.codegen.gpu import WGMMA_ARCH
 from jax_memeff.codegen.kernels import fmha_bwd_sm90
 from jax_memeff.codegen.toolchain import compile as compiler
@@ -140,6 +141,19 @@ def test_bits_are_equal_in_every_run(made, compiled, monkeypatch):
 def test_every_hunt_has_kernels_of_hopper(made):
     with lateness.set_stages(made.stages):
         assert {spec.family for spec in lateness.kernels(made.case)} == {"sm90"}
+
+
+@pytest.mark.rotating(len(HUNTS))
+@pytest.mark.parametrize("made", HUNTS, ids=str)
+def test_kernels_with_delays_compile(made, monkeypatch):
+    """A number of stages that kernels do not allow would end a hunt on a GPU."""
+    with lateness.set_stages(made.stages):
+        specs = lateness.kernels(made.case)
+    lateness.make_late(monkeypatch)
+    for spec in specs:
+        compiler.compile_source(
+            emit.source(spec), WGMMA_ARCH, [entry.name for entry in spec.entry_points]
+        )
 
 
 def emulated(made):

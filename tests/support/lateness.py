@@ -23,7 +23,7 @@ from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm90 import FmhaFwdLargeDimSm
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90
 from jax_memeff.codegen.kernels.large_dim.fmha_bwd_large_dim_sm90 import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.kernels.tangent.fmha_tangent_sm90 import FmhaTangentSm90
-from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import PLAIN, Strategy, using
 
 SMALLEST_KEY_TILE = 32
@@ -58,16 +58,22 @@ def set_stages(stages: int | None) -> Iterator[None]:
                 for (head, value), tile in FmhaFwdLargeDimSm90.tiles.items()
             }
             patch.setattr(FmhaFwdLargeDimSm90, "tiles", large)
-            small = tuple(
-                row._replace(tile=dataclasses.replace(row.tile, stages=2))
-                for row in FmhaBwdLargeDimSm90.table
-            )
+            small = tuple(_with_fewest_panels(row) for row in FmhaBwdLargeDimSm90.table)
             patch.setattr(FmhaBwdLargeDimSm90, "table", small)
         rows = FmhaTangentSm90.tiles.items()
         patch.setattr(FmhaTangentSm90, "tiles", {dim: _fitting(row, stages) for dim, row in rows})
         rows = FmhaBwdSm90.tiles.items()
         patch.setattr(FmhaBwdSm90, "tiles", {dim: _staged(row, stages) for dim, row in rows})
         yield
+
+
+def _with_fewest_panels(row: Row) -> Row:
+    """Two blocks of the larger dim. The rings of both dims have as many panels as the smaller one
+    has in all of its stages.
+    """
+    head, value = row.padded_head_dim, row.padded_value_dim
+    stages = -(-2 * max(head, value) // min(head, value))
+    return row._replace(tile=dataclasses.replace(row.tile, stages=stages))
 
 
 def _staged(row: Sequence[WgmmaTile], stages: int) -> list[WgmmaTile]:

@@ -35,6 +35,14 @@ std::vector<float> const halves = [] {
   return values;
 }();
 
+// The sum rounded towards zero, as tensor cores do.
+float truncated_sum(float a, float b) {
+  double const exact = double(a) + double(b);
+  float const rounded = float(exact);
+  if (!(std::fabs(double(rounded)) > std::fabs(exact))) return rounded;
+  return std::isinf(rounded) ? rounded : std::nextafter(rounded, 0.0f);
+}
+
 float decode(Format format, uint16_t bits) {
   return format == Format::f16 ? halves[bits] : to_float(uint32_t(bits) << 16);
 }
@@ -145,7 +153,7 @@ void compute(Block& block, int warp, Product& product) {
     std::copy(product.before[lane].begin(), product.before[lane].end(), c);
     for (int i = 0; i < product.elements; ++i) {
       float const sum = sums[lane / 4 + i % 4 / 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2];
-      c[i] = product.accumulate ? c[i] + sum : sum;
+      c[i] = product.accumulate ? truncated_sum(c[i], sum) : sum;
     }
   }
 }
@@ -246,7 +254,7 @@ void mma(Format format, float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint
       }
     }
   });
-  for (int i = 0; i < 4; ++i) c[i] += to_float(exchange.out[this_lane()][i]);
+  for (int i = 0; i < 4; ++i) c[i] = truncated_sum(c[i], to_float(exchange.out[this_lane()][i]));
 }
 
 void wgmma(Format format, float* c, int elements, uint32_t const* a, Operand left, Operand right,
