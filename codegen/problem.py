@@ -42,9 +42,9 @@ class Problem:
     ``problem[feature]`` is the value of a feature. Raises ``ValueError`` for a value that no
     problem can have; a possible problem that no kernel solves is left to ``select``.
 
-    >>> from jax_memeff.codegen.features import MASK, SOFT_CAP
+    >>> from jax_memeff.codegen.features import MASK, SINKS
     >>> problem = Problem("forward", "bf16", 128, 128, "sm_90a", {"mask": "causal"})
-    >>> problem[MASK], problem[SOFT_CAP]
+    >>> problem[MASK], problem[SINKS]
     ('causal', False)
     """
 

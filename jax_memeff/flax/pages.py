@@ -109,7 +109,9 @@ def attend_pages(
             "Pages(page_table, kv_lengths)"
         )
     if not deterministic:
-        raise ValueError("deterministic must be True with pages, which have no dropout, got False")
+        raise ValueError(
+            "deterministic must be True with pages, which only serving uses, got False"
+        )
     for name, value_of_it in others.items():
         if value_of_it is not None:
             raise ValueError(

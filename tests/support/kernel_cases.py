@@ -167,13 +167,12 @@ def _hopper_large_dim_cases() -> list[Case]:
 
 def _head_split_cases() -> list[Case]:
     """Several CTAs of a Hopper backward divide the query heads that share a KV block."""
-    found = []
+    found = [Case(B=6, T=400, S=300, N=8, K=1, shared=SHARED_KEYS, **CAUSAL)]
     for H, N, K in ((64, 8, 1), (64, 32, 2), (128, 16, 2), (96, 12, 3), (128, 24, 1), (40, 10, 1)):
         of = functools.partial(Case, T=700, S=650, N=N, K=K, H=H)
         found += [of(**CAUSAL), of(dropout=0.2, soft_cap=2.0, **BOTTOM_RIGHT)]
         found += [of(bias="1NTS", sinks=True, **CAUSAL), of(position=(48, 160), **CAUSAL)]
         found += [of(lengths=((700, 20), (0, 650)), **CAUSAL), of(B=1, T=129, S=1025)]
-    found += [Case(B=6, T=400, S=300, N=8, K=1, shared=SHARED_KEYS, **CAUSAL)]
     return found
 
 
@@ -395,12 +394,6 @@ def cases() -> list[Case]:
     found += [Case(T=100, S=90, scale=-0.4, soft_cap=1.5), Case(lse_gradient=False)]
 
     found += _element_cases() + _two_kernel_bias_cases() + _packed_cases() + _f32_cases()
-    found += (
-        _head_split_cases()
-        + split_cases()
-        + deterministic_cases()
-        + _shared_cases()
-        + _hopper_large_dim_cases()
-    )
-
+    found += split_cases() + deterministic_cases() + _shared_cases()
+    found += _hopper_large_dim_cases() + _head_split_cases()
     return found
