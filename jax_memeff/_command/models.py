@@ -56,8 +56,8 @@ MODELS = {
 }
 """Llama, Qwen and Mistral share kernels (``"llama"``); Gemma 3 has no soft cap, Gemma 2 has one."""
 
-_TRAINING = ((1, 512), (1, 2048), (4, 4096))
-"""Batch sizes and lengths: few tiles, enough of them, many."""
+_TRAINING = ((1, 512), (1, 2048), (4, 4096), (64, 128))
+"""Batch sizes and lengths: few tiles, enough of them, many, and many of short sequences."""
 
 _DECODING = ((1, 1), (16, 1), (1, 64), (2, 512))
 """Batch sizes, and new tokens of each sequence: steps, and chunks of prompts."""
