@@ -191,13 +191,27 @@ def _of_whole_tiles(levels: jax.Array, parts: int) -> jax.Array:
 
 
 def _with_ranges(valid: jax.Array) -> jax.Array:
-    """Rows of blocks, each preceded by the range of its tiles with a valid element."""
+    """Rows of blocks, each preceded by the range of its tiles with a valid element.
+
+    XLA computes the ranges in one kernel and the rows in a second one. A cast of two stacked
+    integers to bytes would take a third, and one of two separate reductions may become a loop of
+    each thread that writes a row.
+    """
     count = valid.shape[3]
     index = lax.broadcasted_iota(jnp.int32, (1, 1, 1, count), 3)
-    begin = jnp.where(valid > 0, index, count).min(3)
-    end = jnp.where(valid > 0, index + 1, 0).max(3)
-    ranges = lax.bitcast_convert_type(jnp.stack([begin, end], 3), jnp.uint8)
+    begin, end = lax.reduce(
+        (jnp.where(valid > 0, index, count), jnp.where(valid > 0, index + 1, 0)),
+        (jnp.int32(count), jnp.int32(0)),
+        lambda x, y: (lax.min(x[0], y[0]), lax.max(x[1], y[1])),
+        (3,),
+    )
     # At least one more byte, because kernels read one byte past the last tile.
     padding = (count // _LINE_BYTES + 1) * _LINE_BYTES - count
     tiles = jnp.pad(valid, ((0, 0),) * 3 + ((0, padding),))
-    return jnp.concatenate([ranges.reshape(*valid.shape[:3], _LINE_BYTES), tiles], 3)
+    return jnp.concatenate([_little_endian(begin), _little_endian(end), tiles], 3)
+
+
+def _little_endian(integers: jax.Array) -> jax.Array:
+    """The four bytes of each, uint8 [..., 4], lowest first."""
+    shifts = lax.broadcasted_iota(jnp.int32, (*integers.shape, 4), integers.ndim) * 8
+    return (integers[..., None] >> shifts).astype(jnp.uint8)
