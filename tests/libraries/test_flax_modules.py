@@ -228,6 +228,15 @@ def test_bad_calls_raise(api):
         apply(api, make(api, num_kv_heads=2.0), X)
 
 
+@pytest.mark.parametrize("dtype", [bool, np.int32, np.float32])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_no_mask_needs_promotion(api, dtype):
+    mask = np.tril(np.ones((ROWS, ROWS), dtype))
+    expected = apply(api, make(api), X, is_causal=True)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert_close(apply(api, make(api), X, mask=mask), expected)
+
+
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_heads_are_counted(api):
     heads: Any
