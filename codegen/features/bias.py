@@ -191,13 +191,16 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
         parser.add_argument(
             "--bias-layout",
             choices=BIAS_LAYOUTS,
-            default=BIAS_LAYOUTS[0],
             help="broadcast over batch indices or heads (common), over rows (columns), or over "
             "columns (rows)",
         )
 
     def from_flags(self, flags: argparse.Namespace) -> AskedBias | None:
-        return None if flags.bias is None else AskedBias(flags.bias, flags.bias_layout)
+        if flags.bias is None:
+            if flags.bias_layout is not None:
+                raise ValueError(f"--bias-layout {flags.bias_layout} needs --bias, got none")
+            return None
+        return AskedBias(flags.bias, flags.bias_layout or BIAS_LAYOUTS[0])
 
 
 def gradient(spec: KernelSpec) -> BiasGradient:

@@ -24,6 +24,7 @@ In these cases the call runs once per mapped index, in a ``jax.lax.map``:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -139,16 +140,26 @@ def rule(
     try:
         results = _folded(primitive, given, **params)
     except _UnfoldableError:
-        results = _one_by_one(primitive, given, params)
+        are_mapped = tuple(x.mapped for x in given)
+        results = _one_by_one([x.array for x in given], are_mapped, primitive, **params)
     return results, [0] * len(results)
 
 
-def _one_by_one(primitive: Primitive, given: list[_Array], params: Any) -> Sequence[jax.Array]:
+# Outside of jit each call would trace the loop anew, and JAX would compile it again.
+@functools.partial(
+    jax.jit, static_argnames=("are_mapped", "primitive", "tree", "options", "needs_grad")
+)
+def _one_by_one(
+    leaves: list[jax.Array], are_mapped: tuple[bool, ...], primitive: Primitive, **params: Any
+) -> Sequence[jax.Array]:
+    pairs = list(zip(leaves, are_mapped, strict=True))
+
     def one(arrays: Any) -> Any:
         own = iter(arrays)
-        return primitive.bind(*(next(own) if x.mapped else x.array for x in given), **params)
+        values = (next(own) if is_mapped else leaf for leaf, is_mapped in pairs)
+        return primitive.bind(*values, **params)
 
-    return jax.lax.map(one, [x.array for x in given if x.mapped])
+    return jax.lax.map(one, [leaf for leaf, is_mapped in pairs if is_mapped])
 
 
 def _folded(

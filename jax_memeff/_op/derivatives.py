@@ -204,18 +204,32 @@ def _jvp(
     if any(type(tangent) is not ad.Zero for tangent in tangents[constants:]):
         linear = map(ad.instantiate_zeros, tangents[constants:])
         parts.append(primitive.bind(*primals[:constants], *linear, **params))
-    moving = [i for i in range(constants) if type(tangents[i]) is not ad.Zero]
+    moving = tuple(i for i in range(constants) if type(tangents[i]) is not ad.Zero)
     if moving:
-
-        def function(*values: jax.Array) -> list[jax.Array]:
-            leaves = list(primals)
-            for place, value in zip(moving, values, strict=True):
-                leaves[place] = value
-            return list(in_jax(*leaves, **params))
-
-        values, directions = (tuple(x[i] for i in moving) for x in (primals, tangents))
-        parts.append(jax.jvp(function, values, directions)[1])
+        directions = [tangents[i] for i in moving]
+        parts.append(_directional(list(primals), directions, moving, in_jax, **params))
     return results, functools.reduce(functools.partial(jax.tree.map, jnp.add), parts)
+
+
+# Outside of jit each call would trace its loops anew, and JAX would compile them again. Not inline,
+# because JAX keeps the transpose of a jitted function, but not that of a loop.
+@functools.partial(jax.jit, static_argnames=("moving", "in_jax", "tree", "options", "needs_grad"))
+def _directional(
+    primals: list[jax.Array],
+    directions: list[jax.Array],
+    moving: tuple[int, ...],
+    in_jax: Callable[..., Sequence[jax.Array]],
+    **params: Any,
+) -> list[jax.Array]:
+    """The derivative of a primitive's plain JAX form as the leaves at ``moving`` change."""
+
+    def function(*values: jax.Array) -> list[jax.Array]:
+        leaves = list(primals)
+        for place, value in zip(moving, values, strict=True):
+            leaves[place] = value
+        return list(in_jax(*leaves, **params))
+
+    return jax.jvp(function, tuple(primals[i] for i in moving), tuple(directions))[1]
 
 
 def _tangent_jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> tuple[Any, Any]:

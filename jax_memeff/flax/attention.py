@@ -169,7 +169,9 @@ def attend(
         bias = _bias_dtype(jnp.asarray(values.array("bias", bias)), query)
         bias = _flatten_score_batch("bias", bias, batch_shape)
     if mask is not None:
-        conditions &= Mask.boolean(_flatten_score_batch("mask", mask != 0, batch_shape))
+        # Users may forbid comparisons of bool with int (``jax_numpy_dtype_promotion="strict"``).
+        valid = mask if mask.dtype == bool else mask != 0
+        conditions &= Mask.boolean(_flatten_score_batch("mask", valid, batch_shape))
     rate = dropout.checked_rate(dropout_rate)
     if rate > 0 and dropout_rng is None:
         raise ValueError(

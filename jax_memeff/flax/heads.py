@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,9 +39,15 @@ def heads_of_keys(num_heads: int, num_kv_heads: int | None) -> int:
     """K of a layer; None means N.
 
     Raises:
-        ValueError: it is below 1, or does not divide N.
+        ValueError: a number is below 1, or K does not divide N.
+        TypeError: a number is not a Python integer.
     """
-    heads = num_heads if num_kv_heads is None else num_kv_heads
+    values.size("num_heads", num_heads, least=1)
+    if num_kv_heads is None:
+        return num_heads
+    heads = values.static_integer(
+        "num_kv_heads", num_kv_heads, "a Python integer", "make it static"
+    )
     if heads < 1 or num_heads % heads:
         raise ValueError(
             f"num_kv_heads must be at least 1 and divide num_heads, {num_heads}, got {heads}"
@@ -84,15 +92,8 @@ def attend_heads(
     """
     batch_shape = batch_dims(query, key, value)
     batch, rows = math.prod(batch_shape), query.shape[-3]
-    if rotary_base is not None:
-        at_query, at_key = _positions(positions, query, key, cache)
-        query = rotary_embedding(query, at_query, rotary_base)
-        key = rotary_embedding(key, at_key, rotary_base)
-    elif positions is not None:
-        raise ValueError(
-            "input_positions must be None in a layer without a rotary embedding, got shape"
-            f" {jnp.shape(positions)}; pass rotary_base to the constructor"
-        )
+    in_order = functools.partial(_positions, rows, key.shape[-3], cache)
+    query, key = rotated(query, key, rotary_base, positions, in_order)
     conditions, array = separated(mask)
     if segment_ids is not None:
         columns = key.shape[-3]
@@ -121,13 +122,41 @@ def _with_rows_from(score_mod: ScoreFunction | None, first: jax.Array) -> ScoreF
     return function
 
 
-def _positions(
-    positions: ArrayLike | None, query: jax.Array, key: jax.Array, cache: Cache | None
+def rotated(
+    query: jax.Array,
+    key: jax.Array,
+    rotary_base: float | None,
+    positions: ArrayLike | None,
+    in_order: Callable[[], tuple[jax.Array, jax.Array]],
 ) -> tuple[jax.Array, jax.Array]:
-    """The positions of the queries and of the new keys."""
-    if positions is None:
-        first = 0 if cache is None else cache.cache_index
-        return first + jnp.arange(query.shape[-3]), first + jnp.arange(key.shape[-3])
+    """Queries and keys, rotated to their positions if there is a ``rotary_base``.
+
+    Args:
+        query: ``[batch..., T, N, H]``.
+        key: ``[batch..., S, K, H]``.
+        rotary_base: None for no rotary embedding.
+        positions: those that the user gives, ``[batch..., T]``, or None.
+        in_order: returns the positions of queries and keys if the user gives none.
+
+    Raises:
+        ValueError: positions without a rotary embedding, or of another shape.
+    """
+    if rotary_base is None:
+        if positions is not None:
+            raise ValueError(
+                "input_positions must be None in a layer without a rotary embedding, got shape"
+                f" {jnp.shape(positions)}; pass rotary_base to the constructor"
+            )
+        return query, key
+    at_query, at_key = in_order() if positions is None else _given(positions, query, key)
+    return (
+        rotary_embedding(query, at_query, rotary_base),
+        rotary_embedding(key, at_key, rotary_base),
+    )
+
+
+def _given(positions: ArrayLike, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The positions of queries and of keys that the user gives."""
     array, rows = jnp.asarray(positions), query.shape[:-2]
     fits = array.shape[-1:] == rows[-1:] and array.ndim <= len(rows)
     batch = zip(reversed(array.shape[:-1]), reversed(rows[:-1]), strict=False)
@@ -144,6 +173,15 @@ def _positions(
     return array, array
 
 
+def _positions(rows: int, columns: int, cache: Cache | None) -> tuple[jax.Array, jax.Array]:
+    """The positions of the queries and of the new keys."""
+    if cache is None:
+        return jnp.arange(rows), jnp.arange(columns)
+    # The queries are the last tokens, as in the masks. A call may need only the last query.
+    first, end = cache.cache_index, cache.cache_index + columns
+    return end - rows + jnp.arange(rows), first + jnp.arange(columns)
+
+
 def _append(cache: Cache, key: jax.Array, value: jax.Array) -> Cache:
     """The cache with the new tokens appended. In a full cache they replace the last ones."""
     *batch_shape, longest, heads, head_dim = cache.cached_key.shape
@@ -153,6 +191,11 @@ def _append(cache: Cache, key: jax.Array, value: jax.Array) -> Cache:
         raise ValueError(
             f"keys must fit the cache, [{expected}], got shape {key.shape}; create a cache for"
             " this batch and for the longest sequence"
+        )
+    if value.shape[-3] != key.shape[-3]:
+        raise ValueError(
+            f"inputs_v must have the length of inputs_k, {key.shape[-3]}, got {value.shape[-3]}:"
+            " the cache gets a key and a value for each new token"
         )
     zero = jnp.zeros_like(cache.cache_index)
     start = (*[zero] * len(batch_shape), cache.cache_index, zero, zero)

@@ -49,7 +49,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
 
     ``decode=True`` keeps Flax's cache. ``init`` with inputs of the full length creates it. A call
     with the collection ``cache`` mutable appends its T new tokens, one or several, and attends
-    causally to all tokens in the cache.
+    causally to all tokens in the cache. ``inputs_q`` may have only the last tokens of ``inputs_k``.
     """
 
     attention_fn: Callable[..., jax.Array] = attention.attention_fn
@@ -190,13 +190,13 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
 
     def _project(self, *inputs: jax.Array) -> list[jax.Array]:
         """Query ``[batch..., T, N, H]``, key and value ``[batch..., S, K, H]``."""
+        key_heads = heads_of_keys(self.num_heads, self.num_kv_heads)
         qkv_features = self.qkv_features or inputs[0].shape[-1]
         if qkv_features % self.num_heads:
             raise ValueError(
                 f"qkv_features must be a multiple of num_heads, {self.num_heads}, got"
                 f" {qkv_features}"
             )
-        key_heads = heads_of_keys(self.num_heads, self.num_kv_heads)
         dense = functools.partial(
             linen.DenseGeneral,
             axis=-1,

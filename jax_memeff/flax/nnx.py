@@ -157,7 +157,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           decode: append the T new tokens, one or several, to the cache that ``init_cache`` created,
             and attend causally to all tokens in it. T may differ from step to step (each T compiles
             once). S is the length of the cache, and windows of ``mask`` count from the positions of
-            the tokens in it. New tokens of a full cache replace its last ones.
+            the tokens in it. New tokens of a full cache replace its last ones. ``inputs_q`` may
+            have only the last tokens of ``inputs_k``.
           is_causal: row ``t`` attends to columns ``s <= t``; decoding is always causal.
           out_sharding: of the result.
           qkv_sharding: of the projections.

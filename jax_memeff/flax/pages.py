@@ -17,7 +17,7 @@ from jax_memeff._call import values
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.sequences import sequence_of_tokens
 from jax_memeff.codegen.features.pages import MULTIPLE
-from jax_memeff.flax.rotary import rotary_embedding
+from jax_memeff.flax.heads import rotated
 
 
 @jax.tree_util.register_dataclass
@@ -118,14 +118,13 @@ def attend_pages(
                 f"{name} must be None with pages, got {type(value_of_it).__name__}; "
                 "see jax_memeff.paged_attention for the supported arguments"
             )
-    if rotary_base is not None:
-        at = _positions(query, pages) if positions is None else positions
-        query, key = (rotary_embedding(x, at, rotary_base) for x in (query, key))
-    elif positions is not None:
-        raise ValueError(
-            "input_positions must be None in a layer without a rotary embedding, got shape"
-            f" {jnp.shape(positions)}; pass rotary_base to the constructor"
-        )
+    query, key = rotated(
+        query,
+        key,
+        rotary_base,
+        positions,
+        in_order=lambda: (_positions(query, pages), _positions(key, pages)),
+    )
     query, key, value = dtypes.promote_dtype((query, key, value), dtype=dtype)
     result, dtype_of_pool = query.dtype, pools.key_pages.dtype
     if dtype_of_pool != FLOAT8:
@@ -146,13 +145,13 @@ def attend_pages(
     return out.astype(result), pools
 
 
-def _positions(query: jax.Array, pages: Pages) -> jax.Array:
-    """The position of each token in its sequence, [B, T] or [tokens]."""
+def _positions(x: jax.Array, pages: Pages) -> jax.Array:
+    """The position of each token of ``x`` in its sequence, [B, T] or [tokens]."""
     lengths = jnp.asarray(pages.kv_lengths, jnp.int32)
     if pages.query_starts is None:
-        rows = query.shape[1]
+        rows = x.shape[1]
         return lengths[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)[None]
-    starts, tokens = jnp.asarray(pages.query_starts, jnp.int32), query.shape[0]
+    starts, tokens = jnp.asarray(pages.query_starts, jnp.int32), x.shape[0]
     if not lengths.size:  # JAX cannot index an empty array
         return jnp.zeros(tokens, jnp.int32)
     sequence = sequence_of_tokens(starts, tokens)

@@ -126,6 +126,23 @@ def test_a_strategy_of_another_direction_is_refused(capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["explain", "build"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--bias-layout", "rows"], "--bias-layout rows needs --bias, got none"),
+        (["--window", "-1"], "argument --window: expected an integer of at least 0, got '-1'"),
+        (["--window", "x"], "argument --window: expected an integer of at least 0, got 'x'"),
+    ],
+)
+def test_flags_without_a_meaning_are_refused(capsys, monkeypatch, command, arguments, said):
+    monkeypatch.setattr(cli, "compile_many", lambda *_: pytest.fail("kernels were compiled"))
+    with pytest.raises(SystemExit) as raised:
+        cli.main([command, "--dtype", "f16", "--head-dim", "64", "--arch", "sm_80", *arguments])
+    assert raised.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_an_archive_for_which_the_disk_has_no_space_ends_with_1(
     capsys, tmp_path, no_compiler, monkeypatch
 ):

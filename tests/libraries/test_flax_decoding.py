@@ -65,6 +65,17 @@ def test_linen_decoding_equals_the_whole_sequence():
     assert_close(jnp.concatenate(outs, 1), whole, 1e-4)
 
 
+@pytest.mark.parametrize("parts", [[(0, 10)], [(0, 4), (4, 9), (9, 10)]], ids=["whole", "parts"])
+def test_the_last_query_alone_has_its_own_position(parts):
+    """A prefill that only needs the last row passes all new tokens as keys."""
+    layer = nnx_layer(OURS.nnx, rotary_base=100.0)
+    layer.init_cache(LONGEST)
+    whole = layer(INPUTS, is_causal=True)
+    for first, end in parts:
+        out = layer(INPUTS[:, end - 1 : end], INPUTS[:, first:end], decode=True)
+        assert_close(out, whole[:, end - 1 : end], 1e-4)
+
+
 def test_a_cache_of_flax_continues_in_ours():
     inputs = INPUTS[:, :3]
     flax, ours = (api.MultiHeadAttention(HEADS, decode=True) for api in (linen, OURS.linen))
@@ -134,6 +145,8 @@ def test_bad_decoding_raises():
     layer.init_cache((BATCH, 3, FEATURES))
     with pytest.raises(ValueError, match=r"\[2, at most 3, 4, 8\], got shape \(2, 5, 4, 8\)"):
         layer(X, decode=True, deterministic=True)
+    with pytest.raises(ValueError, match="inputs_v must have the length of inputs_k, 3, got 2"):
+        layer(X[:, :1], X[:, :3], X[:, :2], decode=True, deterministic=True)
     with pytest.raises(ValueError, match="segment_ids must be None while decoding"):
         ids = jnp.zeros((BATCH, 1), int)
         layer(X[:, :1], decode=True, deterministic=True, segment_ids=ids)

@@ -224,6 +224,31 @@ def test_bad_calls_raise(api):
     for heads in (3, 0, -2):
         with pytest.raises(ValueError, match=f"num_kv_heads must be at least 1 .* got {heads}"):
             apply(api, make(api, num_kv_heads=heads), X)
+    with pytest.raises(TypeError, match=r"num_kv_heads must be a Python integer, got 2\.0"):
+        apply(api, make(api, num_kv_heads=2.0), X)
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int32, np.float32])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_no_mask_needs_promotion(api, dtype):
+    mask = np.tril(np.ones((ROWS, ROWS), dtype))
+    expected = apply(api, make(api), X, is_causal=True)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert_close(apply(api, make(api), X, mask=mask), expected)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_heads_are_counted(api):
+    heads: Any
+    for heads, error, message in (
+        (0, ValueError, "num_heads must be at least 1, got 0"),
+        (4.0, TypeError, r"num_heads must be a Python integer, got 4\.0"),
+    ):
+        with pytest.raises(error, match=message):
+            if api == "nnx":
+                OURS.nnx.MultiHeadAttention(heads, 32, rngs=nnx.Rngs(0))
+            else:
+                OURS.linen.MultiHeadAttention(heads).init(jax.random.key(0), X)
 
 
 def test_sinks_are_a_parameter_of_both(assert_close):

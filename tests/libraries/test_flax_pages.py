@@ -150,6 +150,18 @@ def test_strict_promotion(starts, wide):
         layer.init_with_output(jax.random.key(0), x.reshape(2, 12, -1), is_causal=True)
 
 
+def test_the_last_query_alone_has_its_own_position(assert_close):
+    """A prefill that only needs the last row passes all new tokens as keys."""
+    layer = nnx_layer(rotary_base=100.0)
+    layer.init_pages(4, 16)
+    x = X[0][None]
+    whole, end = layer(x, is_causal=True), x.shape[1]
+    pages = Pages(jnp.array([[2, 0, 3]]), jnp.array([end]))
+    assert_close(layer(x[:, -1:], x, pages=pages), whole[:, -1:], 1e-5)
+    with pytest.raises(ValueError, match=f"expected as many keys as queries, 1, got {end}"):
+        layer(x[:, -1:], x, pages=pages, input_positions=jnp.array([end - 1]))
+
+
 def test_no_sequences():
     layer = nnx_layer(rotary_base=100.0)
     layer.init_pages(4, 16)
