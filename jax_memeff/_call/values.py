@@ -203,7 +203,8 @@ def require_static(shapes: Mapping[str, Sequence[int]], where: str, remedy: str)
     for name, shape in shapes.items():
         if any(export.is_symbolic_dim(size) for size in shape):
             sizes = ", ".join(map(str, shape))
-            raise UnsupportedError([f"{where}, got {name} [{sizes}]", remedy])
+            reasons = [f"{where}, got {name} [{sizes}]", remedy]
+            raise UnsupportedError(reasons, "a size is symbolic that must be static")
 
 
 def require_countable(name: str, shape: Sequence[int]) -> None:

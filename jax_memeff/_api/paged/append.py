@@ -84,18 +84,18 @@ def append_to_pages(
         The new ``key_pages`` and ``value_pages``.
 
     Raises:
-        ValueError: A shape, or a value of a NumPy array, is wrong; or ``jax.vmap`` maps the tokens
-            but not the pool.
+        ValueError: A shape, or a length or start in a NumPy array, is wrong; or ``jax.vmap`` maps
+            the tokens but not the pool.
         TypeError: A dtype is wrong.
         jax_memeff.UnsupportedError: ``jax.export`` has made a size symbolic, or the call is
             differentiated.
 
-    Values of device arrays never raise. Lengths are clamped to the keys of a row of the table, as
-    in ``paged_attention``: the last token of a longer sequence replaces the last key of its table,
-    and its other tokens replace those before. :func:`jax_memeff.check` reports such lengths. A
-    token is not written if it lies before the start of its sequence, if it belongs to no sequence,
-    or if its page is not in the pool. If two tokens map to the same place, it is undefined which of
-    them is written.
+    Entries of ``page_table`` and values of device arrays never raise. Lengths are clamped to the
+    keys of a row of the table, as in ``paged_attention``: the last token of a longer sequence
+    replaces the last key of its table, and its other tokens replace those before.
+    :func:`jax_memeff.check` reports such lengths. A token is not written if it lies before the
+    start of its sequence, if it belongs to no sequence, or if its page is not in the pool. If two
+    tokens map to the same place, it is undefined which of them is written.
 
     >>> import jax.numpy as jnp, jax_memeff
     >>> key_pages, value_pages = jnp.zeros((2, 3, 16, 1, 4))

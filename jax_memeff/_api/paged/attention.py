@@ -114,15 +114,15 @@ def paged_attention(
         and logsumexp -inf.
 
     Raises:
-        ValueError: A shape, a static value, or a value of a NumPy array is wrong.
+        ValueError: A shape, a static value, or a length or start in a NumPy array is wrong.
         TypeError: A dtype is wrong, or a value that must be static is traced.
         jax_memeff.UnsupportedError: No CUDA kernel supports the call; or the call is
             differentiated, for which :func:`jax_memeff.varlen_attention` is the replacement.
 
-    Values of device arrays never raise. Lengths are clamped to [0, S]. A page outside the pool is
-    not read, and its keys are masked. ``query_starts`` are clamped like ``cu_seqlens_q`` of
-    ``varlen_attention``. :func:`jax_memeff.check` reports such values. No element beyond the
-    lengths affects a result, not even NaN.
+    Entries of ``page_table`` and values of device arrays never raise. Lengths are clamped to
+    [0, S]. A page outside the pool is not read, and its keys are masked. ``query_starts`` are
+    clamped like ``cu_seqlens_q`` of ``varlen_attention``. :func:`jax_memeff.check` reports such
+    values. No element beyond the lengths affects a result, not even NaN.
 
     >>> import jax, jax.numpy as jnp, jax_memeff
     >>> key_pages, value_pages = jnp.zeros((2, 8, 16, 1, 32))  # 8 pages of 16 keys
