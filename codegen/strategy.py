@@ -43,7 +43,10 @@ _LEAST_GROUP = 4
 """The least group whose query heads CTAs divide under a causal mask. With two heads per group it
 costs 9 % (H100, T 2048 and 4096)."""
 _LARGE_GROUP = 8
-"""From here on four CTAs divide a group, whatever the number of KV blocks."""
+"""From here on CTAs divide a group whatever the number of KV blocks."""
+_KV_BLOCKS_FOR_FOUR = 8
+"""The most KV blocks for each SM with which four CTAs divide a large group. With more, two give
+most of the gain and take half of the memory."""
 _LEAST_Q_BLOCKS_OF_HEADS = 32
 """Q blocks of 64 rows for each CTA that takes some heads of a group. The mask skips half of them.
 """
@@ -239,8 +242,11 @@ def _head_splits(sizes: Sizes, kv_blocks_per_sm: float) -> int:
     """How many CTAs divide the query heads of a group under a causal mask: the times are in
     docs/tuning/sm90_backward.md. The partial sums need at most as much memory as the sums of dq.
     """
-    few = kv_blocks_per_sm <= (4 if sizes.head_dim > 64 else 1.5)
-    most = 4 if sizes.group >= _LARGE_GROUP else 2 if sizes.group >= _LEAST_GROUP and few else 1
+    if sizes.group >= _LARGE_GROUP:
+        most = 4 if kv_blocks_per_sm <= _KV_BLOCKS_FOR_FOUR else 2
+    else:
+        few = kv_blocks_per_sm <= (4 if sizes.head_dim > 64 else 1.5)
+        most = 2 if sizes.group >= _LEAST_GROUP and few else 1
     q_blocks = sizes.queries * sizes.group // _WARPGROUP_ROWS
     most = min(most, q_blocks // _LEAST_Q_BLOCKS_OF_HEADS)
     return max([splits for splits in (2, 4) if splits <= most and not sizes.group % splits] or [1])

@@ -115,6 +115,7 @@ def test_q_splits_fill_the_gpu_and_have_enough_q_blocks(sizes, shares):
     ("sizes", "splits"),
     [
         ({}, 4),
+        ({"batch": 9}, 2),
         ({"queries": 512}, 2),
         ({"queries": 128}, 1),
         ({"key_heads": 2}, 4),
