@@ -35,12 +35,16 @@ std::vector<float> const halves = [] {
   return values;
 }();
 
-// The sum rounded towards zero, as tensor cores do.
+// The sum rounded towards zero, as tensor cores do. The number of the next smaller magnitude has
+// the bits before; compilers vectorize that, but not a call of std::nextafter.
 float truncated_sum(float a, float b) {
   double const exact = double(a) + double(b);
   float const rounded = float(exact);
-  if (!(std::fabs(double(rounded)) > std::fabs(exact))) return rounded;
-  return std::isinf(rounded) ? rounded : std::nextafter(rounded, 0.0f);
+  uint32_t bits;
+  std::memcpy(&bits, &rounded, sizeof(bits));
+  bool const is_too_large = std::fabs(double(rounded)) > std::fabs(exact);
+  bits -= is_too_large && std::fabs(rounded) <= std::numeric_limits<float>::max();
+  return to_float(bits);
 }
 
 float decode(Format format, uint16_t bits) {
