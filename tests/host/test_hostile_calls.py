@@ -113,6 +113,7 @@ def corpus():
             *record("sm_80", jax.grad(packed, (0, 1, 2)), *tokens, shape(6, dtype="int32")),
             *record("sm_90a", jax.grad(qkv_packed), shape(B, T, 3, N, H)),
             *record("sm_90a", jax.grad(mapped, (0, 1, 2, 3)), *shared),
+            *record("sm_90a", plain, shape(1, 256, 8, H), *[shape(1, 130, 2, H)] * 2),  # split-Q
             *record("sm_90a", positioned, *operands(), shape(B, dtype="int32")),
             *record("sm_90a", tangents, *operands(), *operands()),
             *record("sm_90a", tangents, *operands(), *operands()[:1]),

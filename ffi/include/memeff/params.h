@@ -196,8 +196,9 @@ struct BackwardParams {
   ScoreView bias_gradient;
   float* bias_gradient_sum;  // if it is summed: see score/bias/gradient.cuh
   int query_tiles;           // padded T / query tile
-  int head_splits;           // CTAs that divide the query heads of a KV block, and
-  int row_splits;            // its Q blocks: see schedule/split_q.cuh
+  int head_splits;           // CTAs that divide the query heads of a KV block; shape.key_heads is
+                             // K times this
+  int row_splits;            // CTAs that divide its Q blocks: see schedule/split_q.cuh
   int* semaphores;           // for deterministic sums: see schedule/dq_semaphore.cuh and
                              // schedule/split_q.cuh
   BlockMask block_mask;      // of the launched kernel

@@ -14,7 +14,8 @@ void set_splits(const DeviceKernel& kernel, Buffers& buffers, BackwardParams& pa
   const ArrayType* const sums = buffers.type("key_gradient_sum");
   if (sums == nullptr || sums->rank != 2) return;
   long long const most = std::clamp(sums->sizes[0], 1ll, 1ll << 20);
-  long long const heads = std::gcd(most, static_cast<long long>(params.shape.group));
+  // Without query heads the group is 0, and gcd(most, 0) is `most`.
+  long long const heads = std::gcd(most, std::max(params.shape.group, 1));
   params.head_splits = static_cast<int>(heads);
   params.shape.group /= params.head_splits;
   params.shape.key_heads *= params.head_splits;

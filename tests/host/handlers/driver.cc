@@ -81,9 +81,21 @@ void touch(memeff::MaskParams const& mask, memeff::ProblemShape const& shape) {
   touch(mask.boolean, shape, 1);
 }
 
+// The key heads of the arrays. A backward may describe a multiple of them to its kernels.
+template <class Params>
+int key_heads_of(Params const& params) {
+  if constexpr (std::is_same_v<Params, memeff::BackwardParams>) {
+    require(params.head_splits > 0 && params.shape.key_heads % params.head_splits == 0,
+            "parts of key heads");
+    return params.shape.key_heads / params.head_splits;
+  }
+  return params.shape.key_heads;
+}
+
 template <class Params>
 void touch_common(Params const& params) {
   memeff::ProblemShape const& shape = params.shape;
+  int const key_heads = key_heads_of(params);
   require(shape.query_heads == 0 || shape.key_heads == 0 ||
               (long long)shape.key_heads * shape.group == shape.query_heads,
           "a wrong group");
@@ -97,8 +109,8 @@ void touch_common(Params const& params) {
   touch_ends(params.dropout.batch_base, shape.batch, 4);
   touch_ends(params.dropout.head_index, shape.query_heads, 4);
   touch(params.query, rows, shape.query_heads, shape.head_dim, packed);
-  touch(params.key, columns, shape.key_heads, shape.head_dim, packed);
-  touch(params.value, columns, shape.key_heads, shape.value_dim, packed);
+  touch(params.key, columns, key_heads, shape.head_dim, packed);
+  touch(params.value, columns, key_heads, shape.value_dim, packed);
   touch(params.out, rows, shape.query_heads, shape.value_dim, packed);
   touch(params.bias, shape, 2);
   long long const statistics = (packed ? 1 : shape.batch) * rows * shape.query_heads;
@@ -107,16 +119,16 @@ void touch_common(Params const& params) {
     touch_ends(params.logsumexp_gradient, statistics, 4);
     touch(params.out_gradient, rows, shape.query_heads, shape.value_dim, packed);
     touch(params.query_gradient, rows, shape.query_heads, shape.head_dim, packed);
-    touch(params.key_gradient, columns, shape.key_heads, shape.head_dim, packed);
-    touch(params.value_gradient, columns, shape.key_heads, shape.value_dim, packed);
+    touch(params.key_gradient, columns, key_heads, shape.head_dim, packed);
+    touch(params.value_gradient, columns, key_heads, shape.value_dim, packed);
     touch(params.bias_gradient, shape, 2);
   }
   if constexpr (std::is_same_v<Params, memeff::TangentParams>) {
     touch_ends(params.logsumexp_tangent, statistics, 4);
     touch(params.out_tangent, rows, shape.query_heads, shape.value_dim, packed);
     touch(params.query_tangent, rows, shape.query_heads, shape.head_dim, packed);
-    touch(params.key_tangent, columns, shape.key_heads, shape.head_dim, packed);
-    touch(params.value_tangent, columns, shape.key_heads, shape.value_dim, packed);
+    touch(params.key_tangent, columns, key_heads, shape.head_dim, packed);
+    touch(params.value_tangent, columns, key_heads, shape.value_dim, packed);
   }
 }
 
