@@ -143,10 +143,12 @@ def test_every_hunt_has_kernels_of_hopper(made):
         assert {spec.family for spec in lateness.kernels(made.case)} == {"sm90"}
 
 
-@pytest.mark.rotating(len(HUNTS))
+@pytest.mark.rotating(4 * len(HUNTS))
 @pytest.mark.parametrize("made", HUNTS, ids=str)
 def test_kernels_with_delays_compile(made, monkeypatch):
-    """A number of stages that kernels do not allow would end a hunt on a GPU."""
+    """A number of stages that kernels do not allow would end a hunt on a GPU. Compiling takes 20 s,
+    so there is a hunt every fourth day, and all of them before a release.
+    """
     with lateness.set_stages(made.stages):
         specs = lateness.kernels(made.case)
     lateness.make_late(monkeypatch)
