@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -266,6 +266,24 @@ class Flag(Feature[bool, bool]):
 
     def from_flags(self, flags: argparse.Namespace) -> bool:
         return getattr(flags, self.name)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of a command-line argument that is an integer of at least ``least``.
+
+    >>> at_least(1)("64")
+    64
+    """
+
+    def integer(text: str) -> int:
+        try:
+            if (number := int(text)) >= least:
+                return number
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
+
+    return integer
 
 
 def expect_one_of(name: str, value: Any, legal: Collection[Any]) -> None:

@@ -13,6 +13,7 @@ from .feature import (
     Flag,
     Operand,
     SupportRow,
+    at_least,
     expect_one_of,
 )
 
@@ -78,7 +79,7 @@ class Mask(Feature[MaskKind, MaskKind]):
         parser.add_argument("--causal", action="store_true", help="a causal mask")
         parser.add_argument(
             "--window",
-            type=_left,
+            type=at_least(0),
             nargs="?",
             const=NO_BOUND,
             metavar="LEFT",
@@ -90,16 +91,6 @@ class Mask(Feature[MaskKind, MaskKind]):
         if flags.window is not None:
             return "window"
         return "causal" if flags.causal else "none"
-
-
-def _left(text: str) -> int:
-    """The number of keys before a row's own."""
-    try:
-        if (number := int(text)) >= 0:
-            return number
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {text!r}")
 
 
 class Lengths(Feature[bool, None]):

@@ -228,8 +228,8 @@ class FmhaBwdSm90(WgmmaBackward):
         reasons = super().reasons(spec, problem, strategy)
         if spec.split_q and not self._splits_q(spec, strategy):
             reasons.append(
-                "several of its CTAs share a KV block (split-Q), which this call "
-                "does not need or does not allow"
+                "several of its CTAs share a KV block (split-Q), which this call does not need or "
+                "does not allow"
             )
         elif not spec.split_q and self._splits_q(spec, strategy):
             reasons.append(

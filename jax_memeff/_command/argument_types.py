@@ -6,6 +6,7 @@ import argparse
 import re
 
 from jax_memeff.codegen import arch as architectures
+from jax_memeff.codegen.features.feature import at_least
 
 
 def dtype(text: str) -> str:
@@ -26,11 +27,5 @@ def architecture(text: str) -> str:
     return text
 
 
-def size(text: str) -> int:
-    """A dim or a length."""
-    try:
-        if (number := int(text)) >= 1:
-            return number
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+size = at_least(1)
+"""A dim or a length."""

@@ -23,10 +23,7 @@ def loss(query, key, value):
 
 @pytest.fixture
 def nothing_compiled(monkeypatch):
-    from jax_memeff.codegen.toolchain import compile as compiler
-
-    found = compiler.Compiled(b"code", (), (), (), "", 0.0, True)
-    monkeypatch.setattr(compiler, "compile", lambda spec, arch: found)
+    handlers.compile_nothing(monkeypatch)
 
 
 @pytest.fixture
