@@ -54,6 +54,8 @@ _STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
     ({"varlen": True}, Strategy(query_rows="consumer_groups")),
     (features.together(), Strategy(query_rows="consumer_groups")),
     ({}, Strategy(split_q=True)),
+    ({"mask": "causal"}, Strategy(split_q=True)),
+    ({"varlen": True, "mask": "causal"}, Strategy(split_q=True)),
     (_COMMON_BIAS, Strategy(split_q=True)),
 )
 
@@ -148,11 +150,14 @@ def closure(
     multiplied = gpu.of(arch).dtypes
     dims = tuple(dims)
     specs = {
-        select(_problem(direction, dtype, pair, arch, asked), strategy)
+        spec
         for direction, dtype, pair, (asked, strategy) in itertools.product(
             REQUIRED_DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
         if dtype in multiplied and (direction == "forward" or strategy.query_rows is None)
+        # The features of a strategy that a kernel does not have are not a feature set of their own.
+        if (spec := select(_problem(direction, dtype, pair, arch, asked), strategy)).split_q
+        or not strategy.split_q
     }
     for dtype, pair, asked in itertools.product(dtypes, dims, _TANGENT_FEATURES):
         with contextlib.suppress(UnsupportedError):  # then tangents are computed in plain JAX

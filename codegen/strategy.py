@@ -39,6 +39,11 @@ _PLAIN_ROWS = 128
 _WARPGROUP_ROWS = 64
 _LEAST_Q_BLOCKS = 4
 """Q blocks of 64 rows for each CTA of a split-Q backward; with fewer, the sums take longer."""
+_CAUSAL_CTAS = 2
+"""CTAs for each SM in a causal backward with few KV blocks. The first KV block has twice the mean
+work, so with one CTA for each SM half of the SMs would be idle at the end."""
+_MANY_Q_BLOCKS = 16
+"""The least Q blocks of such a CTA, half of which the mask skips. With 8, it loses 15 to 30 %."""
 _LEAST_GROUP = 4
 """The least group whose query heads CTAs divide under a causal mask. With two heads per group it
 costs 9 % (H100, T 2048 and 4096)."""
@@ -216,9 +221,10 @@ def _split_time(tiles: int, keys: int, multiprocessors: int) -> float:
 
 
 def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int) -> int:
-    """How many CTAs of a backward may share a KV block; 1 for packed sequences.
+    """How many CTAs of a backward may share a KV block.
 
     They divide query heads as far as the number and the group have common divisors, and Q blocks.
+    In packed sequences they divide heads alone, because a Q block may belong to any sequence.
     The launcher takes fewer for Q blocks on a smaller device (ffi/src/launch/backward.cc).
 
     >>> q_splits("none", Sizes(batch=1, queries=1024, keys=1024, heads=8, key_heads=8), 132)
@@ -228,14 +234,18 @@ def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int) -> int:
     >>> q_splits("causal", Sizes(batch=8, queries=4096, keys=4096, heads=32, key_heads=4), 132)
     4
     """
-    if sizes.packed or not sizes.heads:
+    if not sizes.heads:
         return 1
-    kv_blocks = sizes.batch * sizes.key_heads * -(-sizes.keys // _PLAIN_ROWS)
+    kv_blocks = sizes.padded_keys(_PLAIN_ROWS) // _PLAIN_ROWS
+    heads = _head_splits(sizes, kv_blocks / multiprocessors) if mask == "causal" else 1
+    if sizes.packed:
+        return heads
     q_blocks = sizes.queries * sizes.group // _WARPGROUP_ROWS
     # A CTA processes q_blocks / splits of them, and the last CTA reads `splits` parts.
     quickest = math.isqrt(_PARTS_A_Q_BLOCK * q_blocks)
-    idle = min(multiprocessors // max(1, kv_blocks), q_blocks // _LEAST_Q_BLOCKS, quickest)
-    return max(1, idle, _head_splits(sizes, kv_blocks / multiprocessors) if mask == "causal" else 1)
+    idle = min(multiprocessors // max(1, kv_blocks), q_blocks // _LEAST_Q_BLOCKS)
+    uneven = min(_CAUSAL_CTAS * multiprocessors // max(1, kv_blocks), q_blocks // _MANY_Q_BLOCKS)
+    return max(1, min(max(idle, uneven if mask == "causal" else 0), quickest), heads)
 
 
 def _head_splits(sizes: Sizes, kv_blocks_per_sm: float) -> int:
@@ -247,7 +257,8 @@ def _head_splits(sizes: Sizes, kv_blocks_per_sm: float) -> int:
     else:
         few = kv_blocks_per_sm <= (4 if sizes.head_dim > 64 else 1.5)
         most = 2 if sizes.group >= _LEAST_GROUP and few else 1
-    q_blocks = sizes.queries * sizes.group // _WARPGROUP_ROWS
+    queries = (sizes.query_tokens or 0) // max(1, sizes.batch) if sizes.packed else sizes.queries
+    q_blocks = queries * sizes.group // _WARPGROUP_ROWS
     most = min(most, q_blocks // _LEAST_Q_BLOCKS_OF_HEADS)
     return max([splits for splits in (2, 4) if splits <= most and not sizes.group % splits] or [1])
 

@@ -221,8 +221,7 @@ class FmhaBwdSm90(WgmmaBackward):
         """CTAs that add to dq in a fixed order, or own a bias gradient, cannot use split-Q."""
         ordered = spec.orders_queries or bias_gradient(spec) not in ("none", "dbias_kernel")
         owned = bool({"key", "value"} & set(spec.gradients))
-        by_range = not spec[VARLEN] and not spec.has_block_mask
-        return strategy.split_q and owned and by_range and not ordered
+        return strategy.split_q and owned and not spec.has_block_mask and not ordered
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)

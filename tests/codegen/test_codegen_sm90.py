@@ -76,7 +76,6 @@ def test_few_kv_blocks_use_split_q():
     needs_grad = ("query", "bias")
     others: tuple[dict[str, Any], ...] = (
         {"deterministic": True},
-        {"varlen": True},
         {"needs_grad": ("query",)},
         {"head_dim": 256, "value_dim": 256},
         {"bias": AskedBias("16", "full"), "needs_grad": needs_grad},
@@ -125,10 +124,12 @@ def test_q_splits_fill_the_gpu_and_have_enough_q_blocks(sizes, shares):
         ({"key_heads": 8, "batch": 2}, 2),
         ({"key_heads": 8}, 1),
         ({"key_heads": 16, "batch": 1}, 1),
-        ({"heads": 28, "batch": 1, "head_dim": 64}, 1),
+        ({"heads": 28, "batch": 1, "head_dim": 64}, 2),
         ({"heads": 16, "batch": 1, "head_dim": 64}, 2),
         ({"heads": 16, "batch": 2, "head_dim": 64}, 1),
-        ({"query_tokens": 4096, "key_tokens": 4096}, 1),
+        ({"query_tokens": 32768, "key_tokens": 32768}, 4),
+        ({"query_tokens": 4096, "key_tokens": 4096}, 2),
+        ({"query_tokens": 2048, "key_tokens": 2048}, 1),
     ],
     ids=str,
 )
@@ -144,8 +145,20 @@ def test_ctas_divide_the_query_heads_of_large_groups_under_causal_masks(sizes, s
     }
     found = Sizes(**{**usual, **sizes})
     assert strategy.q_splits("causal", found, 132) == splits
-    assert strategy.q_splits("window", found, 132) == 1
     assert 2 * splits <= max(2, found.group)
+    assert strategy.q_splits("window", found, 132) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "causal", "full"),
+    [(4, 4096, 2, 1), (2, 4096, 4, 2), (8, 2048, 2, 1), (8, 1024, 2, 2), (16, 1024, 1, 1)],
+)
+def test_few_causal_kv_blocks_with_many_q_blocks_get_two_ctas_for_each_sm(
+    heads, length, causal, full
+):
+    few = Sizes(batch=1, queries=length, keys=length, heads=heads, key_heads=heads)
+    assert strategy.q_splits("causal", few, 132) == causal
+    assert strategy.q_splits("none", few, 132) == full
 
 
 def test_hopper_kernels_come_first_and_give_reasons():

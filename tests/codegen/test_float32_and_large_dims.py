@@ -8,7 +8,7 @@ from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import Tile
 from jax_memeff.codegen.kernels.large_dim.fmha_bwd_large_dim_sm90 import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.launch import Grid
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
 
 pytestmark = pytest.mark.quick
 
@@ -63,10 +63,26 @@ def test_other_float32_calls_are_not_split_into_float16_parts(features):
     assert select.select(asked).family == "sm80"
 
 
-@pytest.mark.parametrize("rows", ["16", "consumer_groups"])
-def test_few_rows_of_float32_are_not_split_into_float16_parts(rows):
-    asked = problem(dtype="f32", head_dim=64, arch="sm_90a")
-    assert select.select(asked, Strategy(query_rows=rows)).family == "sm80"
+@pytest.mark.parametrize("rows", [None, *QUERY_ROWS])
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"head_dim": 96, "mask": "causal"},
+        {"head_dim": 128, "value_dim": 40, "mask": "window", "soft_cap": True},
+        {"varlen": True, "dropout": True},
+        {"segments": True, "boolean": True},
+        {"head_dim": 66},
+        {"head_dim": 129},
+        {"broadcast_batch": True},
+    ],
+    ids=str,
+)
+def test_both_directions_of_a_float32_call_sum_scores_alike(features, rows):
+    """P = exp(S - logsumexp) has the difference between the two sums of S as a relative error."""
+    asked = {"dtype": "f32", "head_dim": 64, "arch": "sm_90a", **features}
+    forward = select.select(problem("forward", **asked), Strategy(query_rows=rows))
+    assert forward.family == select.select(problem("backward", **asked)).family
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@
 namespace memeff::host {
 namespace {
 
+constexpr int kMostCtasPerSm = 2;
+
 // Sets how many CTAs share a KV block: schedule/split_q.cuh. The workspace has room for `most`. As
 // many as possible divide query heads, and the others Q blocks, if they fill the device.
 void set_splits(const DeviceKernel& kernel, Buffers& buffers, BackwardParams& params) {
@@ -23,7 +25,7 @@ void set_splits(const DeviceKernel& kernel, Buffers& buffers, BackwardParams& pa
   // Three sizes of 31 bits may have a product of more than 63 bits. Such a call has enough blocks.
   long long blocks = 0;
   if (__builtin_mul_overflow(tiles * params.shape.key_heads, params.shape.batch, &blocks)) return;
-  long long const rows = kernel.multiprocessors / std::max(blocks, 1ll);
+  long long const rows = kMostCtasPerSm * kernel.multiprocessors / std::max(blocks, 1ll);
   params.row_splits = static_cast<int>(std::clamp(rows, 1ll, most / heads));
 }
 

@@ -37,6 +37,15 @@ struct GridTiles {
     return sequences().end_cta(batch) - sequences().first_cta(batch);
   }
 
+  // The slice of a tile, and its place in the slice.
+  CUTE_DEVICE int slice(WorkItem const& item) const {
+    return Config::kTokenGrid ? item.head : item.batch * heads() + item.head;
+  }
+  CUTE_DEVICE int tile_of_slice(WorkItem const& item) const {
+    if constexpr (!Config::kTokenGrid) return item.tile;
+    return sequences().first_cta(item.batch) + item.tile;
+  }
+
   // A tile of a slice, for whole warps.
   CUTE_DEVICE WorkItem item(unsigned tile, unsigned slice) const {
     if constexpr (Config::kTokenGrid) {

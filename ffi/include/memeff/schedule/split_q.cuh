@@ -19,6 +19,7 @@
 #include <memeff/arch/copy.cuh>
 #include <memeff/arch/thread.cuh>
 #include <memeff/core/work_item.cuh>
+#include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/key_splits.cuh>
 
 namespace memeff {
@@ -43,6 +44,8 @@ CUTE_DEVICE int key_head_of(BackwardParams const& params, unsigned described) {
 // it and synchronize by the named barrier kBarrier.
 template <class Config, int kFloats, int kThreads, int kBarrier>
 struct SplitQ {
+  using Grid = GridTiles<Config, GridRows::keys, Config::kTileKey>;
+
   CUTE_DEVICE static TileRange query_tiles(BackwardParams const& params, TileRange const& tiles) {
     if constexpr (!Config::kSplitQ) return tiles;
     return share_of_split(tiles, blockIdx.x % params.row_splits, params.row_splits);
@@ -59,10 +62,10 @@ struct SplitQ {
     unsigned const rows = params.row_splits;
     unsigned const splits = heads * rows;
     if (!Config::kSplitQ || splits == 1) return true;
-    unsigned const head = item.batch * params.shape.key_heads + item.head;
-    unsigned const own = head % heads * rows + blockIdx.x % rows;
-    unsigned const tile =
-        head / heads * ceil_div(params.shape.key_length, Config::kTileKey) + item.tile;
+    Grid const grid = {params.shape};
+    unsigned const slice = grid.slice(item);
+    unsigned const own = slice % heads * rows + blockIdx.x % rows;
+    unsigned const tile = slice / heads * grid.of_slice() + grid.tile_of_slice(item);
     auto for_each = [&](unsigned split, auto use) {
       float4* block = reinterpret_cast<float4*>(params.key_gradient_sum +
                                                 (long long)(tile * splits + split) * kFloats) +

@@ -77,7 +77,7 @@ struct BackwardEpilogueSm90 {
     wait_tma_stores();
     if constexpr (Config::kVarlen) {
       GridTiles<Config, GridRows::keys, kTileKey> const grid = {shape};
-      clear_key_gap<Config, kConsumers>(params, work.item, key_length,
+      clear_key_gap<Config, kConsumers>(params, {work.item.tile, head, work.item.batch}, key_length,
                                         grid.of_batch_index(work.item.batch));
     }
   }
