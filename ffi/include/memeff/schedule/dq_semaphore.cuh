@@ -24,6 +24,7 @@
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/core/work_item.cuh>
+#include <memeff/mask/block_mask.cuh>
 #include <memeff/schedule/grid.cuh>
 
 namespace memeff {
@@ -59,11 +60,12 @@ class DqSemaphore {
   static constexpr unsigned kMaxInterleavedHeads = 16;
   static constexpr long long kInterleavedBytes = 32 << 20;
 
-  CUTE_DEVICE static unsigned interleaved_heads(ProblemShape const& shape) {
+  CUTE_DEVICE static unsigned interleaved_heads(BackwardParams const& params) {
+    ProblemShape const& shape = params.shape;
     long long const row_bytes =
         shape.head_dim * (sizeof(typename Config::Element) + sizeof(float)) +
         shape.value_dim * sizeof(typename Config::Element);
-    long long const head_bytes = row_bytes * shape.query_length * shape.group;
+    long long const head_bytes = row_bytes * rows_in_use(params) * shape.group;
     return min(max(unsigned(kInterleavedBytes / max(head_bytes, 1ll)), 1u), kMaxInterleavedHeads);
   }
 
@@ -82,7 +84,7 @@ class DqSemaphore {
   CUTE_DEVICE DqSemaphore(BackwardParams const& params, int ticket) {
     Grid const grid = {params.shape};
     unsigned const tiles = grid.of_slice();
-    unsigned const interleaved = interleaved_heads(params.shape);
+    unsigned const interleaved = interleaved_heads(params);
     unsigned const first = ticket / (interleaved * tiles) * interleaved;
     unsigned const heads = min(interleaved, grid.slices() - first);
     unsigned const rest = ticket - first * tiles;
@@ -122,6 +124,21 @@ class DqSemaphore {
   }
 
  private:
+  // The query rows of a head that CTAs read at a time. With a block mask these are the rows of the
+  // first or of the middle KV block, whichever has more: windows and documents need few rows of a
+  // long sequence. It is a guess, and only the speed depends on it.
+  CUTE_DEVICE static int rows_in_use(BackwardParams const& params) {
+    if constexpr (!Config::kBlockMask) return params.shape.query_length;
+    int const count = params.query_tiles;
+    int const middle = Config::kTokenGrid ? 0 : Grid{params.shape}.of_slice() / 2;
+    int most = 0;
+    for (int index : {0, middle}) {
+      BlockMaskRow<true> const blocks({0, count}, params.block_mask, 0, 0, index, count);
+      most = max(most, blocks.end - blocks.begin);
+    }
+    return min(most * Config::kTileQuery, params.shape.query_length);
+  }
+
   // Reads the predecessor's progress once, and moves on to its predecessor after kAskPredecessor.
   CUTE_DEVICE void look() {
     if constexpr (!Config::kBlockMask) {
