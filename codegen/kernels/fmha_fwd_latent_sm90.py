@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen import shared_memory, strategy
-from jax_memeff.codegen.features import FUNCTIONS, PAGES, AskedPages
+from jax_memeff.codegen.features import PAGES, AskedPages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import key_box_rows
 from jax_memeff.codegen.kernels.bases.families import (
@@ -31,7 +31,7 @@ _TILE = WgmmaTile(
     2,
     "queries and two buffers of keys take 216 KB, and each of two consumers holds 256 columns of "
     "the output in 128 registers a thread",
-    modifiers=("soft cap",),
+    modifiers=("soft cap", "user functions"),
 )
 
 _CLUSTER = 2
@@ -85,8 +85,6 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         reasons = []
         if not strategy.pack_heads(problem):
             reasons.append("the rows of its tiles belong to several heads")
-        if problem.asks(FUNCTIONS):
-            reasons.append("it has no registers left for functions of scores or masks")
         if spec[PAGES].is_invariant:
             reasons.append("its division of the keys over CTAs depends on the batch")
         return reasons

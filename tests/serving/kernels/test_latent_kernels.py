@@ -50,7 +50,18 @@ EMULATED = [
     # One sequence has more items than a warp has lanes, others have few; and two calls.
     (8, dataclasses.replace(PROMPTS, lengths=(80, 9, 150), counts=(3, 0, 70), heads=(48, 1))),
     (6, dataclasses.replace(LONG, lengths=(100, 300, 30, 1, 150), counts=(1, 1, 1, 1, 40))),
+    # Functions of scores and masks; rows of a tile have several heads and queries.
+    (5, dataclasses.replace(SEVERAL, features=("tree",))),
+    (7, dataclasses.replace(LONG, heads=(128, 1), features=("is_causal", "score_mod", "sinks"))),
+    (4, dataclasses.replace(SEVERAL, features=("is_causal", "score_mod", "mask"), page_size=32)),
+    (6, dataclasses.replace(LONG, features=("prefix", "score_mod"), is_missing=True)),
+    (3, dataclasses.replace(PROMPTS, features=("sinks and window", "logits_soft_cap"))),
+    (2, dataclasses.replace(LONG, features=("none", "sinks"))),
+    (5, dataclasses.replace(SEVERAL, features=("is_causal", "kv_blocks"))),
 ]
+
+
+_FEATURES = ("is_causal", "logits_soft_cap", "local_window_size", "sinks", "score_mod", "mask")
 
 
 def lower(case: Case, multiprocessors: int) -> jax.stages.Lowered:
@@ -102,11 +113,7 @@ def random_cases(seed: int) -> Iterator[Case]:
             heads=(heads, 1),
             dims=((576, 512), (576, 512), (544, 480))[rng.integers(3)],
             dtype=str(rng.choice(["bfloat16", "float16"])),
-            features=tuple(
-                name
-                for name in ("is_causal", "logits_soft_cap", "local_window_size", "sinks")
-                if rng.random() < 0.3
-            ),
+            features=tuple(name for name in _FEATURES if rng.random() < 0.3),
             is_missing=bool(rng.random() < 0.3),
             seed=number,
             is_latent=True,

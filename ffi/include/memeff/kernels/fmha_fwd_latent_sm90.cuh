@@ -63,7 +63,7 @@ struct FmhaForwardLatentSm90 {
   using ScoreGrid = WarpgroupGrid<kTileQuery, kTileKey>;
   using OutGrid = WarpgroupGrid<kTileQuery, kColumns>;
   using Mask = ScoreMask<Config, ScoreGrid, true>;
-  using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid>>;
+  using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid, false, true>>;
   using Softmax = OnlineSoftmax<1, false, has_large_scores<Config>()>;
   using Exchange = SoftmaxExchange<ScoreGrid, Softmax>;
   using Schedule = BalancedKeys<Config, Mask>;
