@@ -64,6 +64,7 @@ _VARLEN_DIMS = {
     },
     "out": "1 query_tokens N Hv",
     "logsumexp": PACKED_ROW_DIMS,
+    "marked_query_lengths": "B+1",
     "filled_out": "1 query_tokens N Hv",
     "filled_logsumexp": PACKED_ROW_DIMS,
     "out_gradient": "1 query_tokens N Hv",
