@@ -179,8 +179,9 @@ def test_xla_fills_nothing_before_a_ragged_call(longest, parts, fake_compiler):
 
 
 def test_a_step_is_one_custom_call(fake_compiler):
+    """XLA computes a constant 0, 1, 2, ... of rank 1 in a kernel, but not one of rank 2."""
     text = paged(query=(6, 1, 4, 64))
     (call,) = attention_calls(text)
-    assert computed_integers(call) == dict.fromkeys(("query_starts", "key_starts"), "7xi32")
+    assert computed_integers(call) == dict.fromkeys(("query_starts", "key_starts"), "1x7xi32")
     found = set(re.findall(r"stablehlo\.(\w+)", text))
     assert found <= {"custom_call", "reshape", "broadcast_in_dim", "constant"}, found
