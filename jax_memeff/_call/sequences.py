@@ -63,12 +63,17 @@ def starts_and_lengths(
     >>> starts, lengths
     (Array([0, 3, 3, 8], dtype=int32), Array([3, 0, 4], dtype=int32))
     """
+    bounds = lax.cummax(clamped(cu_seqlens, tokens))
+    lengths = jnp.minimum(bounds[1:] - bounds[:-1], longest)
+    return jnp.append(bounds[:-1], bounds[0] + tokens), lengths
+
+
+def clamped(cu_seqlens: jax.Array, tokens: int) -> jax.Array:
+    """Integers clamped to [0, tokens], as int32."""
     # Small integer types cannot hold `tokens`: widen, clamp, then narrow.
     if cu_seqlens.dtype.itemsize < 4:
         cu_seqlens = cu_seqlens.astype(jnp.int32)
-    bounds = lax.cummax(cu_seqlens.clip(0, tokens).astype(jnp.int32))
-    lengths = jnp.minimum(bounds[1:] - bounds[:-1], longest)
-    return jnp.append(bounds[:-1], bounds[0] + tokens), lengths
+    return cu_seqlens.clip(0, tokens).astype(jnp.int32)
 
 
 def token_indices(starts: jax.Array, lengths: jax.Array, longest: int, tokens: int) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from jax_memeff._call import sinks
 from jax_memeff._call.operands.gradients import NeedsGrad, gradients_needed
 from jax_memeff._call.options import Options
-from jax_memeff._cuda import exact_sums, functions, mixed_batches, selection
+from jax_memeff._cuda import exact_sums, functions, paged_calls, selection
 from jax_memeff._cuda.custom_call import attributes, buffers
 from jax_memeff._cuda.custom_call.buffers import ROW_STATISTICS, Buffer
 from jax_memeff._cuda.custom_call.call import custom_call
@@ -24,12 +24,10 @@ from jax_memeff._cuda.custom_call.call import custom_call
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
     """Lowering rule of ``attention_fwd`` on CUDA."""
     types, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
-    if not (few := mixed_batches.few_queries(buffers.separate(types))):
-        return _lower_forward(ctx, types, operands, options)
-    results = mixed_batches.filled(ctx)
-    for is_short, own in zip((True, False), mixed_batches.types_of_parts(types, few), strict=True):
-        arrays = mixed_batches.operands_of_part(ctx, types, operands, few, is_short)
-        results = _lower_forward(ctx, own, arrays, options, results)
+    results: Sequence[Any] = ()
+    for part in paged_calls.parts_of(types):
+        replaced = paged_calls.sequence_buffers(ctx, part, operands)
+        results = _lower_forward(ctx, part.types, operands, options, replaced, results)
     return results
 
 
@@ -38,12 +36,22 @@ def _lower_forward(
     types: Any,
     operands: Any,
     options: Options,
-    filled: Sequence[Any] = (),
+    replaced: Mapping[str, Buffer],
+    filled: Sequence[Any],
 ):
-    """One call, written into ``filled``, which has the results of tokens outside all sequences."""
+    """One call.
+
+    Args:
+        ctx: that of the primitive.
+        types: the types of the operands.
+        operands: the arrays.
+        options: those of the primitive.
+        replaced: buffers instead of those of ``operands``, by the names of the latter.
+        filled: the results of an earlier call, which this one updates in place; none by default.
+    """
     avals = buffers.separate(types)
     specs = selection.of_types(avals, options, needs_grad=None)
-    inputs = buffers.of_operands(ctx, types, operands, options)
+    inputs = buffers.of_operands(ctx, types, operands, options, replaced)
     inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
     names = ("out", "logsumexp", "row_maxima")
     layouts = (None, ROW_STATISTICS, ROW_STATISTICS)

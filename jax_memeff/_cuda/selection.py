@@ -14,7 +14,7 @@ from jax_memeff._call.operands.gradients import NeedsGrad
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.values import require_static
-from jax_memeff._cuda import mixed_batches, workspaces
+from jax_memeff._cuda import paged_calls, workspaces
 from jax_memeff._cuda.custom_call import buffers
 from jax_memeff._cuda.problem import Call, problem_of
 from jax_memeff.codegen import arch as architectures
@@ -66,9 +66,8 @@ def of_call(
     """
     operands = jax.tree.unflatten(tree, avals)
     types = buffers.separate(operands if needs_grad is None else operands[0])
-    few = mixed_batches.few_queries(types)
-    parts = mixed_batches.types_of_parts(types, few) if few else (types,)
-    return [of_types(part, options, needs_grad, archs) for part in parts]
+    parts = paged_calls.parts_of(types)
+    return [of_types(part.types, options, needs_grad, archs) for part in parts]
 
 
 def digest(

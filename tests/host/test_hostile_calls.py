@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 B, T, S, N, K, H = 2, 96, 130, 4, 2, 64
 ATTENTION: Any = jax_memeff.dot_product_attention
 VARLEN: Any = jax_memeff.varlen_attention
+PAGED: Any = jax_memeff.paged_attention
 
 
 def shape(*sizes, dtype="bfloat16"):
@@ -60,6 +61,13 @@ def masked(query, key, value, bias, lengths, ids, key_ids, boolean, dropout_key)
 def packed(query, key, value, starts):
     out = VARLEN(query, key, value, starts, starts, 20, 20, is_causal=True)
     return out.astype(jnp.float32).sum()
+
+
+def paged(query, *arrays):
+    *pages, starts = arrays if query.ndim == 3 else (*arrays, None)
+    return PAGED(
+        query, *pages, query_starts=starts, max_query_length=None if starts is None else 64
+    )
 
 
 def positioned(query, key, value, first):
@@ -97,6 +105,10 @@ def corpus():
             shape(B, 1, 1, S, dtype="bool"),
             jax.eval_shape(lambda: jax.random.key(0)),
         ]
+        pages = [
+            *[shape(32, 16, K, H)] * 2,
+            *(shape(*sizes, dtype="int32") for sizes in ((6, 8), (6,), (7,))),
+        ]
         shared = [shape(3, B, T, N, H), *operands()[1:], shape(B, N, T, S)]
         calls = [
             *record("sm_90a", plain, *operands()),
@@ -109,6 +121,8 @@ def corpus():
             *record("sm_90a", jax.grad(masked, (0, 1, 2, 3)), *operands(), *extra),
             *record("sm_80", jax.grad(packed, (0, 1, 2)), *tokens, shape(6, dtype="int32")),
             *record("sm_90a", jax.grad(qkv_packed), shape(B, T, 3, N, H)),
+            *record("sm_90a,sm_80", paged, shape(9, N, H), *pages),  # two calls
+            *record("sm_90a", paged, shape(6, 1, N, H), *pages[:-1]),
             *record("sm_90a", jax.grad(mapped, (0, 1, 2, 3)), *shared),
             *record("sm_90a", plain, shape(1, 256, 8, H), *[shape(1, 130, 2, H)] * 2),  # split-Q
             *record("sm_90a", positioned, *operands(), shape(B, dtype="int32")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,7 @@ from cuda_programs import (
 
 import jax_memeff
 from jax_memeff import Mask, Offsets, UnsupportedError
-from jax_memeff.codegen.features import (
-    VARLEN,
-)
+from jax_memeff.codegen.features import VARLEN
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -133,3 +132,56 @@ def test_too_many_tokens_are_an_error(fake_compiler):
         lower(varlen_loss, *varlen_shapes(total_q=2**28 + 1))
     with pytest.raises(UnsupportedError, match=f"got {2**29}"):
         lower(functools.partial(varlen_loss, longest=2**29), *varlen_shapes())
+
+
+def paged(longest=None, **shapes: tuple[int, ...]):
+    """A program that calls ``paged_attention`` with 4 heads and 6 sequences."""
+    arrays = {
+        "query": jax.ShapeDtypeStruct(shapes.pop("query"), jnp.bfloat16),
+        "key_pages": jax.ShapeDtypeStruct((32, 16, 2, 64), jnp.bfloat16),
+        "value_pages": jax.ShapeDtypeStruct((32, 16, 2, 64), jnp.bfloat16),
+    }
+    shapes |= {"page_table": (6, 8), "kv_lengths": (6,)}
+    arrays |= {name: jax.ShapeDtypeStruct(own, jnp.int32) for name, own in shapes.items()}
+    call: Any = functools.partial(
+        jax_memeff.paged_attention, max_query_length=longest, implementation="cuda"
+    )
+    return lower(lambda arrays: call(**arrays), arrays)
+
+
+def computed_integers(call: str) -> dict[str, str]:
+    """The types of the integer operands of a custom call that are not arguments of the program."""
+    names, (types, _) = names_of(call).split(","), types_of(call)
+    values = re.findall(r"%\w+(?:#\d)?", call.split("@jax_memeff_forward(")[1])
+    return {
+        name: own
+        for name, own, value in zip(names, types, values, strict=False)
+        if own.endswith("i32") and not value.startswith("%arg")
+    }
+
+
+@pytest.mark.parametrize(("longest", "parts"), [(64, 2), (3, 1), (1, 1)])
+def test_xla_fills_nothing_before_a_ragged_call(longest, parts, fake_compiler):
+    """It computes starts and lengths, which have the same shape and are no concatenation: otherwise
+    they take two kernels. Two calls write into one output.
+    """
+    text = paged(longest, query=(9, 4, 64), query_starts=(7,))
+    calls = attention_calls(text)
+    assert [call.count("output_operand_alias<") for call in calls] == [0, 2][:parts]
+    for call in calls:
+        names = ("marked_query_lengths", "query_starts", "key_starts")
+        assert computed_integers(call) == dict.fromkeys(names, "7xi32")
+        for value in re.findall(r"(%\w+) = (?:call @append|stablehlo.concatenate)", text):
+            assert not re.search(rf"{value}\b", call)
+    of_outputs = re.findall(r"stablehlo\.(\w+) [^\n]*1x9x4(?:x64xbf16|xf32)", text)
+    assert {*of_outputs} <= {"custom_call", "reshape", "broadcast_in_dim"}, of_outputs
+    assert not re.findall(r"\(tensor<(?:bf16|f32)>\) -> ", text)  # a number for all elements
+
+
+def test_a_step_is_one_custom_call(fake_compiler):
+    """XLA computes a constant 0, 1, 2, ... of rank 1 in a kernel, but not one of rank 2."""
+    text = paged(query=(6, 1, 4, 64))
+    (call,) = attention_calls(text)
+    assert computed_integers(call) == dict.fromkeys(("query_starts", "key_starts"), "1x7xi32")
+    found = set(re.findall(r"stablehlo\.(\w+)", text))
+    assert found <= {"custom_call", "reshape", "broadcast_in_dim", "constant"}, found

@@ -106,6 +106,7 @@ struct DropoutParams {
 };
 
 constexpr int kUnbounded = 1 << 30;
+constexpr int kNoGap = -kUnbounded;  // instead of a query length: see layout/sequences.cuh
 constexpr int kMaxLength = 1 << 28;  // largest T and S
 
 // The most columns that tensor cores sum precisely enough for the logsumexp.
@@ -147,6 +148,7 @@ struct ForwardParams {
   float* partial_out;         // the same rows, [padded value dim] each
   int splits;                 // of the keys; 1 means no partial results
   bool keeps_gaps;            // tokens of no sequence keep their results
+  bool marks_empty;           // some query lengths are kNoGap
   TileCounter* tile_counter;  // of persistent kernels
   float* out_sum;             // large head dims: [B, N, padded T, padded Hv], in the order of
                               // collective/chunked_product.cuh

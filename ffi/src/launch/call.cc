@@ -240,7 +240,10 @@ std::string check_required(Direction direction, const Call& call) {
     required.insert(required.end(), {"out_tangent", "logsumexp_tangent"});
   }
   if (call.find("query_starts") != nullptr) {
-    required.insert(required.end(), {"key_starts", "query_lengths", "key_lengths"});
+    bool const is_marked =
+        direction == Direction::kForward && call.find("marked_query_lengths") != nullptr;
+    required.insert(required.end(), {"key_starts", "key_lengths",
+                                     is_marked ? "marked_query_lengths" : "query_lengths"});
   }
   for (std::string_view name : required) {
     if (call.find(name) == nullptr) {

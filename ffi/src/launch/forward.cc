@@ -29,6 +29,10 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   params.value_hi_lo = static_cast<char*>(buffers.data("value_hi_lo"));
   params.tile_parts = static_cast<TileParts*>(buffers.data("tile_parts"));
   params.keeps_gaps = buffers.has("filled_out");
+  params.marks_empty = buffers.has("marked_query_lengths");
+  if (params.marks_empty) {
+    params.mask.query_lengths = static_cast<const int*>(buffers.data("marked_query_lengths"));
+  }
   if (buffers.error().failure()) return buffers.error();
 
   LaunchDims dims;

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_memeff._api import argument_arrays, argument_numbers
 from jax_memeff._api.paged.shapes import gathered, with_leading
 from jax_memeff._call import values
 from jax_memeff._call.mask import checks
-from jax_memeff._call.sequences import starts_and_lengths
+from jax_memeff._call.sequences import clamped
 from jax_memeff.codegen.features.pages import MULTIPLE
 
 FLOAT8 = "float8_e4m3fn"
@@ -193,8 +194,11 @@ def rows(
         )
     if values.is_host(array):
         _starts_in_range(array, tokens, longest)
-    starts, given = starts_and_lengths(jnp.asarray(array), tokens, tokens)
-    return Rows(starts[:-1] + given, given, lengths, starts[0])
+    bounds = clamped(jnp.asarray(array), tokens)
+    starts = lax.cummax(bounds)[:-1]
+    # Not the next start: XLA would compute two prefix maxima for each element of a fusion.
+    ends = jnp.maximum(starts, bounds[1:])
+    return Rows(ends, ends - starts, lengths, bounds[0])
 
 
 def _starts_in_range(starts: np.ndarray, tokens: int, longest: int) -> None:

@@ -209,12 +209,13 @@ def prepare(
     else:
         combined = masks.by_rows(combined, longest)
 
-    is_step = each == 1 and arrays["functions"] is None and not combined.traced_windows
-    if is_step and (given := checks.unclipped_lengths(kv_lengths)) is not None:
+    given = None if combined.traced_windows else checks.unclipped_lengths(kv_lengths)
+    if given is not None and 0 < columns == max_pages * page_size:
         # Lengths are clamped where keys are read, to the columns of a table that may be padded.
         # Without columns nothing reads them, but a row with a sink exists only within its length.
-        is_own_table = 0 < columns == max_pages * page_size
-        sequences = _of_step(given if is_own_table else lengths, columns)
+        lengths = given
+    if given is not None and each == 1 and arrays["functions"] is None:
+        sequences = _of_step(lengths, columns)
     else:
         sequences = _of_rows(rows, counts, lengths, len(tokens), longest, columns)
     operands = Operands(

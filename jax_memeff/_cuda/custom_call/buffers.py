@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jax_memeff._call import divisors
-from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands, batch_of, pages_of
+from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands, batch_of
 from jax_memeff._call.operands.table import NO_BUFFER, Item, in_table_order
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import block_mask as block_masks
@@ -43,9 +44,16 @@ def separate(avals: Operands | QkvPackedOperands) -> Operands:
 
 
 def of_operands(
-    ctx: mlir.LoweringRuleContext, avals: Any, values: Any, options: Options
+    ctx: mlir.LoweringRuleContext,
+    avals: Any,
+    values: Any,
+    options: Options,
+    replaced: Mapping[str, Buffer] = MappingProxyType({}),
 ) -> list[Buffer]:
-    """The buffers of the operands, in the order of the table; arrays of one buffer are combined."""
+    """The buffers of the operands, in the order of the table; arrays of one buffer are combined.
+
+    ``replaced`` has buffers instead of some of them, by the names of the latter.
+    """
     pairs = zip(in_table_order(avals), in_table_order(values), strict=True)
     buffers = []
     bounds = traced_windows.buffer_names(avals.mask)
@@ -53,7 +61,9 @@ def of_operands(
         types, arrays = zip(*((aval.array, value.array) for aval, value in group), strict=True)
         if name == NO_BUFFER:
             continue
-        if name == "boolean":
+        if name in replaced:
+            buffers.append(replaced[name])
+        elif name == "boolean":
             buffers.append(computed(ctx, name, _conjunction(avals, options), types, arrays))
         elif name in ("query_segments", "key_segments"):
             buffers.append(computed(ctx, name, lambda *ids: jnp.stack(ids, 1), types, arrays))
@@ -61,9 +71,6 @@ def of_operands(
             # XLA merges the broadcast of a scalar with its computation, so it costs no launch.
             repeated = functools.partial(jnp.broadcast_to, shape=(batch_of(avals),))
             buffers.append(computed(ctx, name, repeated, types, arrays))
-        elif name == "key_starts" and pages_of(avals) is not None:
-            # No kernel reads this buffer. Filling it with zeros would cost one more launch.
-            buffers.append(Buffer(name, types[0], values.sequences.query_starts))
         elif functions.is_converted(types[0]):
             buffers.append(computed(ctx, name, functions.in_kernel_type, types, arrays))
         else:

@@ -64,6 +64,7 @@ _VARLEN_DIMS = {
     },
     "out": "1 query_tokens N Hv",
     "logsumexp": PACKED_ROW_DIMS,
+    "marked_query_lengths": "B+1",
     "filled_out": "1 query_tokens N Hv",
     "filled_logsumexp": PACKED_ROW_DIMS,
     "out_gradient": "1 query_tokens N Hv",
@@ -118,7 +119,8 @@ def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
     for buffer in buffers:
         dtype = _DTYPES[buffer.aval.dtype.name]
         lines += [
-            f"array {name} {dtype} {_dims(spec, name)}".rstrip() for name in buffer.name.split("+")
+            f"array {name} {dtype} {_dims(spec, name, len(buffer.aval.shape))}".rstrip()
+            for name in buffer.name.split("+")
         ]
     for array in spec.captured_arrays:
         lines.append(f"captured {array.name} {array.alignment} {'zeroed' if array.zeroed else '-'}")
@@ -129,7 +131,7 @@ def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _dims(spec: KernelSpec, name: str) -> str:
+def _dims(spec: KernelSpec, name: str, rank: int) -> str:
     """The dims of an array of the call.
 
     "..." for workspaces, whose sizes are covered by the seal of the call alone.
@@ -138,6 +140,8 @@ def _dims(spec: KernelSpec, name: str) -> str:
         side, tile = name.split("_")
         query, key, *_ = tile.split("x")
         return f"B? N? T/{query} *" if side == "queries" else f"B? N? S/{key} *"
+    if name in ("query_starts", "key_starts") and rank == 2:  # decode steps (_cuda/paged_calls.py)
+        return "1 B+1"
     for array in spec.captured_arrays:
         if array.name == name:
             return array.dims

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -259,38 +258,6 @@ def test_emulated_steps_clamp_lengths(arch, dims, machine, assert_close):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (264, 264), (576, 512)], ids=str)
 def test_steps_clamp_lengths(dims, assert_close):
     assert_clamped(step(None, ANY_LENGTHS, dims, "cuda"), dims, assert_close)
-
-
-def test_a_step_is_one_custom_call(fake_compiler, monkeypatch):
-    """This holds for a jitted step with int32 arrays of lengths and pages."""
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
-    shapes = [(2, 1, 4, 64), (8, 16, 2, 64), (8, 16, 2, 64)]
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    arrays += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 4), (2,))]
-    call = functools.partial(paged_attention, implementation="cuda")
-    text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    found = set(re.findall(r"stablehlo\.(\w+)", text))
-    assert found <= {"custom_call", "reshape", "broadcast_in_dim", "constant"}, found
-
-
-def test_prompts_and_steps_write_into_one_output(fake_compiler, monkeypatch):
-    """The two calls need no pass over the output that joins their results."""
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
-    dtypes = [jnp.bfloat16] * 3 + [jnp.int32] * 3
-    shapes = [(9, 4, 64), (32, 16, 2, 64), (32, 16, 2, 64), (6, 8), (6,), (7,)]
-    query, key, value, table, lengths, starts = map(jax.ShapeDtypeStruct, shapes, dtypes)
-    call = functools.partial(paged_attention, max_query_length=64, implementation="cuda")
-    text = (
-        jax.jit(lambda *arrays: call(*arrays[:-1], query_starts=arrays[-1]))
-        .trace(query, key, value, table, lengths, starts)
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
-    calls = re.findall(r"stablehlo\.custom_call @jax_memeff_forward.*", text)
-    assert len(calls) == 2
-    assert all(call.count("output_operand_alias<") == 2 for call in calls)
-    of_outputs = re.findall(r"stablehlo\.(\w+) [^\n]*1x9x4x64xbf16", text)
-    assert {*of_outputs} <= {"custom_call", "broadcast_in_dim", "reshape"}, of_outputs
 
 
 _CHUNKS = dataclasses.replace(RAGGED, lengths=(900, 300, 77, 0), counts=(130, 300, 5, 2))

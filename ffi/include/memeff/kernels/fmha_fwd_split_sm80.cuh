@@ -304,7 +304,7 @@ struct FmhaForwardSplitSm80 {
                                     int length) {
     Rows const rows(params.shape);
     // The loop over heads would read the sequence starts again for each head.
-    if (Gap::of_queries(params.shape, item.batch, rows.query(length)).empty()) return;
+    if (Gap::of_queries<Config>(params, item.batch, rows.query(length)).empty()) return;
     int const tiles = ceil_div(rows.count(params.shape.query_length), kTileQuery);
     for (int head = 0; head < rows.heads; ++head) {
       WorkItem const part = {item.tile, rows.query_head(item.head, head), item.batch};

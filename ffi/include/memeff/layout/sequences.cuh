@@ -35,6 +35,10 @@ CUTE_DEVICE long long logsumexp_offset(ProblemShape const& shape, Origin const& 
 
 // The tokens after a sequence that belong to no sequence. Their results must be zeros, and no CTA
 // owns them, so the CTAs of the preceding sequence divide them: each clears part `tile` of `tiles`.
+//
+// A call may compute only some of the sequences; the others have length 0 in it, and their tokens
+// count as gaps. With ForwardParams::marks_empty, their length is kNoGap if nothing is to be
+// cleared.
 struct Gap {
   int begin;
   int end;
@@ -42,6 +46,14 @@ struct Gap {
 
   CUTE_DEVICE static Gap of_queries(ProblemShape const& shape, int batch, int length) {
     return {shape.query_starts[batch] + length, shape.query_starts[batch + 1], shape.query_tokens};
+  }
+  template <class Config>
+  CUTE_DEVICE static Gap of_queries(ForwardParams const& params, int batch, int length) {
+    if constexpr (Config::kPageSize > 0) {
+      bool const may_be_marked = params.marks_empty && length == 0;
+      if (may_be_marked && params.mask.query_lengths[batch] == kNoGap) return {0, 0, 0};
+    }
+    return of_queries(params.shape, batch, length);
   }
   CUTE_DEVICE static Gap of_keys(ProblemShape const& shape, int batch, int length) {
     return {shape.key_starts[batch] + length, shape.key_starts[batch + 1], shape.key_tokens};
@@ -72,14 +84,11 @@ struct Gap {
   }
 };
 
-// Writes zeros to `out`, and `number` to the statistics of its rows, in this CTA's part of the
-// queries that belong to no sequence. `length` is the length of the sequence, `tiles` its number of
-// CTAs.
+// Writes zeros to `out`, and `number` to the statistics of its rows, in this CTA's part of the gap
+// after a sequence. `tiles` is the number of CTAs of the sequence.
 template <class Config, int kThreads>
-CUTE_DEVICE void clear_query_gap(ProblemShape const& shape, TensorView const& out,
-                                 float* statistics, float number, WorkItem const& item, int length,
-                                 int tiles) {
-  Gap const gap = Gap::of_queries(shape, item.batch, length);
+CUTE_DEVICE void clear_query_gap(Gap const& gap, ProblemShape const& shape, TensorView const& out,
+                                 float* statistics, float number, WorkItem const& item, int tiles) {
   gap.template clear<typename Config::Element, kThreads>(out, item.head, shape.value_dim, item.tile,
                                                          tiles);
   gap.template fill_statistics<kThreads>(
@@ -87,13 +96,15 @@ CUTE_DEVICE void clear_query_gap(ProblemShape const& shape, TensorView const& ou
 }
 
 // Writes output 0 and logsumexp -inf to this CTA's part of the queries that belong to no sequence.
-// Hazard: with keeps_gaps another kernel has computed those queries, and they must stay.
+// `length` is the length of the sequence. Hazard: with keeps_gaps another kernel has computed those
+// queries, and they must stay.
 template <class Config, int kThreads>
 CUTE_DEVICE void clear_query_gap(ForwardParams const& params, WorkItem const& item, int length,
                                  int tiles) {
   if (params.keeps_gaps) return;
-  clear_query_gap<Config, kThreads>(params.shape, params.out, params.logsumexp, -infinity(), item,
-                                    length, tiles);
+  Gap const gap = Gap::of_queries<Config>(params, item.batch, length);
+  clear_query_gap<Config, kThreads>(gap, params.shape, params.out, params.logsumexp, -infinity(),
+                                    item, tiles);
 }
 
 // Writes zeros to dq in this CTA's part of the queries that belong to no sequence. `length` is the

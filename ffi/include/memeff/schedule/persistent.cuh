@@ -35,8 +35,9 @@ struct PersistentSchedule {
     return min(max(fitting, 1) * shape.group, Grid{shape}.slices());
   }
 
-  // The first work tile after the sequence of `item` that belongs to a sequence with queries, or
-  // one of the next slice or section if there is none. `number` is the number of the item.
+  // The first work tile after the sequence of `item` that belongs to a sequence with queries or a
+  // gap, or one of the next slice or section if there is none. `number` is the number of the item,
+  // and `query_lengths` have marks.
   CUTE_DEVICE static int after_empty(ProblemShape const& shape, int const* query_lengths,
                                      WorkItem const& item, int number) {
     static_assert(Config::kTokenGrid);
@@ -44,7 +45,7 @@ struct PersistentSchedule {
     int const tiles = Grid{shape}.of_slice();
     int const step = kCausal ? -1 : 1;
     int sequence = item.batch + step;
-    while (sequence >= 0 && sequence < shape.batch && query_lengths[sequence] <= 0) {
+    while (sequence >= 0 && sequence < shape.batch && query_lengths[sequence] == kNoGap) {
       sequence += step;
     }
     if constexpr (!kCausal) {

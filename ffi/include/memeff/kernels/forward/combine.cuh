@@ -90,7 +90,10 @@ struct FmhaForwardCombine {
     int const set = threadIdx.x / kColumnThreads;
     int const column_thread = threadIdx.x % kColumnThreads;
     long long const row = first + set / row_sets;
-    bool const active = set / row_sets < count;
+    // In a mixed batch most sequences have fewer queries than rows. Other calls do not wait for the
+    // lengths before they load partial results.
+    bool const skips = Config::kVarlen && params.keeps_gaps;
+    bool const active = set / row_sets < count && !(skips && !position(params, row).valid);
     Sum sum = Sum::empty();
     if (active) {
       int const parts = kKeySegments ? segments(params, row) : params.splits;
@@ -129,9 +132,7 @@ struct FmhaForwardCombine {
     return ceil_div(keys, Config::kSegmentKeys);
   }
 
-  // Finishes a row with its modifiers and writes a thread's columns of it.
-  CUTE_DEVICE static void store(ForwardParams const& params, long long partial_row, int column,
-                                Sum const& sum) {
+  CUTE_DEVICE static RowPosition position(ForwardParams const& params, long long partial_row) {
     ProblemShape const& shape = params.shape;
     Rows const rows(shape);
     int const row_count = rows.count(shape.query_length);
@@ -142,16 +143,26 @@ struct FmhaForwardCombine {
     int const query = rows.query(row);
     int const head = rows.query_head(head_batch % tile_heads, row);
     int const query_length = IntervalMask<MaskKind::none>(params.mask, shape, batch).query_length;
-    if (Config::kVarlen && query >= query_length) return;  // a row of another sequence
-    Origin const origin = query_origin<Config>(shape, batch);
-    RowModifiers<Config> const modifiers(params, {batch, head, query, query < query_length});
+    return {batch, head, query, query < query_length};
+  }
+
+  // Finishes a row with its modifiers and writes a thread's columns of it.
+  CUTE_DEVICE static void store(ForwardParams const& params, long long partial_row, int column,
+                                Sum const& sum) {
+    ProblemShape const& shape = params.shape;
+    RowPosition const at = position(params, partial_row);
+    if (Config::kVarlen && !at.valid) return;  // a row of another sequence
+    Origin const origin = query_origin<Config>(shape, at.batch);
+    RowModifiers<Config> const modifiers(params, at);
     auto const end = [&] { return modifiers.finish(sum.weights.end()); };
     if (column == 0) {
-      params.logsumexp[logsumexp_offset<Config>(shape, origin, head) + query] = end().logsumexp;
+      params.logsumexp[logsumexp_offset<Config>(shape, origin, at.head) + at.query] =
+          end().logsumexp;
     }
     if (column < shape.value_dim) {
       float const scale = end().factor;
-      char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
+      char* const out =
+          row_pointer<Element>(params.out, origin.batch, origin.row + at.query, at.head);
       sum.out.template store<Element>(out + column * sizeof(Element), scale);
     }
   }

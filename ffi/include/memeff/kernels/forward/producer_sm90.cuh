@@ -214,8 +214,8 @@ struct ForwardProducerSm90 {
     if constexpr (!Config::kVarlen) return false;
     if (work_tile.item.batch < 0) return false;
     if (work_tile.item.tile * kTileQuery < work_tile.query_length) return false;
-    Gap const gap = Gap::of_queries(params.shape, work_tile.item.batch, work_tile.query_length);
-    return params.keeps_gaps || gap.begin >= gap.end;
+    return params.keeps_gaps ||
+           Gap::of_queries<Config>(params, work_tile.item.batch, work_tile.query_length).empty();
   }
 
   // Each idle work tile costs a round trip to the counter, about 1 us. A call for the prompts among
@@ -223,11 +223,9 @@ struct ForwardProducerSm90 {
   CUTE_DEVICE static void skip_empty_sequences(ForwardParams const& params,
                                                WorkTile const& work_tile, int number) {
     if constexpr (Config::kPageSize > 0) {
-      int const* const lengths = params.mask.query_lengths;
-      bool const is_empty = lengths != nullptr && work_tile.query_length == 0;
-      if (!params.keeps_gaps || !is_empty) return;
-      Scheduler::skip_to(params,
-                         Schedule::after_empty(params.shape, lengths, work_tile.item, number));
+      if (!params.marks_empty || work_tile.query_length > 0) return;
+      Scheduler::skip_to(params, Schedule::after_empty(params.shape, params.mask.query_lengths,
+                                                       work_tile.item, number));
     }
   }
 };

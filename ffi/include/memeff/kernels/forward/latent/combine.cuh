@@ -115,14 +115,14 @@ struct FmhaForwardLatentCombine {
   // Clears this CTA's part of the query rows that belong to no sequence. Each lane of a warp checks
   // a different sequence.
   CUTE_DEVICE static void clear_gaps(ForwardParams const& params) {
+    if (params.keeps_gaps) return;
     ProblemShape const& shape = params.shape;
     CUTE_NO_UNROLL
     for (int first = 0; first < shape.batch; first += kWarpSize) {
       int const own = first + int(threadIdx.x) % kWarpSize;
       bool has_gap = false;
       if (own < shape.batch) {
-        Gap const gap = Gap::of_queries(shape, own, queries(params, own));
-        has_gap = gap.begin < gap.end;
+        has_gap = !Gap::of_queries<Config>(params, own, queries(params, own)).empty();
       }
       unsigned gaps = __ballot_sync(0xffffffffu, has_gap);
       CUTE_NO_UNROLL

@@ -120,8 +120,9 @@ struct TangentOutputSm90 {
   template <int kThreads>
   CUTE_DEVICE static void clear_gap(TangentParams const& params, WorkItem const& item, int length,
                                     int tiles) {
-    clear_query_gap<Config, kThreads>(params.shape, params.out_tangent, params.logsumexp_tangent,
-                                      0.0f, item, length, tiles);
+    clear_query_gap<Config, kThreads>(Gap::of_queries(params.shape, item.batch, length),
+                                      params.shape, params.out_tangent, params.logsumexp_tangent,
+                                      0.0f, item, tiles);
   }
 
  private:
