@@ -18,7 +18,8 @@ In these cases the call runs once per mapped index, in a ``jax.lax.map``:
 - an operand without a batch is mapped: ``Offsets`` of heads;
 - a key, value, bias or mask whose batch comes from an outer vmap alone is mapped now;
 - the scales of a pool of pages are mapped, but the pool is not;
-- packed sequences have more than ``MOST_POSITIONS`` tokens together.
+- packed sequences have more than ``MOST_POSITIONS`` tokens together;
+- the batch or the mapped axis is empty.
 """
 
 from __future__ import annotations
@@ -170,8 +171,8 @@ def _folded(
     operands, *rest = (arguments,) if is_forward else arguments
     size = next(x.array.shape[0] for x in given if x.mapped)
     varlen = is_varlen(operands)
-    # Calls without sequences have nothing to join.
-    if size == 0 or (varlen and _batch_of(operands) == 0):
+    # Calls with an empty batch have nothing to join, and divisors of it would be 0.
+    if size == 0 or _batch_of(operands) == 0:
         raise _UnfoldableError
     fold = _Fold(size, _batch_of(operands))
 

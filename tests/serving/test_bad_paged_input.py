@@ -16,6 +16,7 @@ from jax_memeff import Mask
 B, T, N, K, H, PAGES, SIZE, MAX = 2, 3, 4, 2, 8, 5, 16, 2
 FLOAT8 = zeros(PAGES, SIZE, K, H, dtype=jnp.float8_e4m3fn)
 EVEN = Mask.function(lambda b, h, q, k: k % 2 == 0)
+SCALED = {"key_pages": FLOAT8, "value_pages": FLOAT8}
 WIDE = {"query": zeros(7, N, H), "query_starts": np.array([0, 3, 7])}
 
 
@@ -141,7 +142,7 @@ CASES = {
     "latent_scale": (
         {"key_pages": FLOAT8, "value_pages": None, "value_dim": 4, "value_scale": np.ones(K)},
         ValueError,
-        "value_scale must be None without value_pages: key_scale also",
+        "value_scale must be None without value_pages, got an array: key_scale also",
     ),
     "mask_lengths": (
         {"mask": Mask.lengths(key=np.array([3, 3]))},
@@ -269,12 +270,27 @@ def with_nan(array, *place):
         (
             {"query": with_nan(zeros(B, T, N, H), 1, 2)},
             ValueError,
-            r"query must be finite.*nan at index \(5, 0, 0\)",
+            r"query must be finite.*nan at index \(1, 2, 0, 0\)",
+        ),
+        (
+            {**WIDE, "query": with_nan(WIDE["query"], 6)},
+            ValueError,
+            r"query must be finite.*nan at index \(6, 0, 0\)",
         ),
         (
             {"value_pages": with_nan(zeros(PAGES, SIZE, K, H), 1, 3)},
             ValueError,
             r"value_pages must be finite.*nan at index \(1, 3, 0, 0\)",
+        ),
+        (
+            {**SCALED, "value_scale": jnp.array([1, jnp.inf])},
+            ValueError,
+            r"value_scale must be finite for pages within kv_lengths, got inf at index \(1,\)",
+        ),
+        (
+            {**SCALED, "key_scale": with_nan(jnp.ones((PAGES, K)), 2)},
+            ValueError,
+            r"key_scale must be finite.*got nan at index \(2, 0\)",
         ),
         ({"bias": zeros(T, 32)}, ValueError, "bias must be None with page_table"),
         ({"query": zeros(B, T, N, 9)}, ValueError, "query must have the head dim"),
@@ -319,6 +335,7 @@ def test_check_accepts_what_is_never_read():
         page_table=given["page_table"],
         kv_lengths=given["kv_lengths"],
         key_scale=np.ones(K, np.float32),
+        value_scale=with_nan(jnp.ones((PAGES, K)), 3),
     )
 
 

@@ -160,6 +160,11 @@ OUT, LSE = jnp.zeros((2, 4, 8)), jnp.zeros((2, 4))
         ([], ValueError, "parts must have at least one pair"),
         (None, TypeError, "parts must be a list of pairs .* got None of type NoneType"),
         (jnp.float32(0), TypeError, "parts must be a list of pairs .* got Array"),
+        (
+            [(1.0, 2.0)],
+            ValueError,
+            r"parts\[0\]: out must have shape \[..., N, Hv\], got shape \(\)",
+        ),
         ([OUT], TypeError, r"parts\[0\] must be a pair \(out, lse\)"),
         ([(OUT, LSE), (OUT, LSE[:1])], ValueError, r"parts\[1\]: lse must have the shape of out"),
         ([(OUT, LSE), (OUT[:1], LSE[:1])], ValueError, r"parts\[1\]: out must have the shape of p"),

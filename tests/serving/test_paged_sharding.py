@@ -161,6 +161,18 @@ def test_one_new_token_of_each_sequence(axis_type):
 
 
 @auto_and_explicit
+def test_one_new_token_of_one_sequence(axis_type):
+    """An axis of size 1 shards nothing, so it may name a batch of 1."""
+    mesh = jax.make_mesh((1, 4), ("data", "x"), axis_types=(axis_type,) * 2, devices=HOST[:4])
+    query, *others = case(batch=1)[:5]
+    expected = paging.paged_attention(query[:, :1], *others)
+    specs = P("data", None, "x"), POOL, POOL, P("data"), P("data")
+    with jax.set_mesh(mesh):
+        found = jax.jit(paging.paged_attention)(*put(mesh, specs, [query[:, :1], *others]))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@auto_and_explicit
 def test_ragged_tokens_are_not_divided(axis_type):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,), devices=HOST[:4])
     query, *others = case()[:5]
@@ -195,6 +207,17 @@ def test_pages_are_not_divided():
     specs = (P(), P("x"), P("x"), P(), P())
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"key_pages of shape.*is sharded as"):
         paging.paged_attention(*put(mesh, specs, case()[:5]))
+
+
+def test_new_tokens_do_not_go_to_divided_pages():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=HOST[:4])
+    _, keys, values, table, lengths, *new = case()
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"value_pages of shape.*is sharded as"),
+    ):
+        pools = put(mesh, (P(), P("x")), (keys, values))
+        paging.append_to_pages(*pools, *new, table, lengths)
 
 
 def test_pages_are_not_divided_automatically():

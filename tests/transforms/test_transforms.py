@@ -273,6 +273,18 @@ def test_empty_problems_have_derivatives():
     assert not gradients.any()
 
 
+def test_maps_of_calls_with_an_empty_batch():
+    """Hazard: an array that is mapped alone would be repeated for 0 batch indices."""
+
+    def loss(query, slopes):
+        return jnp.sum(attend(query, query, query, score_mod=lambda s, b, h, q, k: s * slopes[h]))
+
+    arrays = jnp.ones((3, 0, 5, 2, 8)), jnp.ones((3, 2))
+    gradients = jax.vmap(jax.grad(loss, (0, 1)))(*arrays)
+    assert [x.shape for x in gradients] == [x.shape for x in arrays]
+    assert not gradients[1].any()
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_derivatives_have_the_dtypes_of_what_they_are_of(dtype):
     arrays = (*(x.astype(dtype) for x in (QUERY, KEY, VALUE)), jnp.ones((1, 1, 20, 20)))

@@ -44,7 +44,8 @@ def check(
       decrease (the call itself would clamp both), and the pages of a sequence must be in the pool
       (the call itself would mask their keys);
     - ``offsets`` must be in range (the call itself would clamp the positions);
-    - query, key and value must be finite within the lengths (beyond them they may hold anything);
+    - query, key and value, and the scales of a float8 pool, must be finite within the lengths
+      (beyond them they may hold anything);
     - bias must hold neither NaN nor +inf within the lengths, and sinks must not hold NaN;
     - a query's segment id must be negative, or the id of a key within the lengths of the same batch
       index (the call itself would give 0 for that row).

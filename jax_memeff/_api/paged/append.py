@@ -10,7 +10,7 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from jax_memeff._api.paged import arguments
-from jax_memeff._api.paged.shapes import gathered
+from jax_memeff._api.paged.shapes import gathered, require_whole_pages
 from jax_memeff._call import values
 from jax_memeff._call.sequences import sequence_of_tokens
 from jax_memeff.errors import UnsupportedError
@@ -107,6 +107,9 @@ def append_to_pages(
     [[0, 0], [2, 15]]
     """
     keys, values_ = arguments.pools(key_pages, value_pages)
+    for name, pool in (("key_pages", keys), ("value_pages", values_)):
+        if pool is not None:
+            require_whole_pages(name, pool)
     table = arguments.table(page_table, keys)
     batch, longest = table.shape[0], table.shape[1] * keys.shape[1]
     named = _new_tokens(key, value, keys, values_)

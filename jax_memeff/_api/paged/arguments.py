@@ -240,7 +240,9 @@ def scale(name: str, value: Any, pages: jax.Array | None) -> jax.Array | None:
         return None
     of = f"{name.split('_')[0]}_pages"
     if pages is None:
-        raise ValueError(f"{name} must be None without {of}: key_scale also scales the values")
+        raise ValueError(
+            f"{name} must be None without {of}, got an array: key_scale also scales the values"
+        )
     if pages.dtype.name != FLOAT8:
         raise ValueError(
             f"{name} must be None, because {of} is {pages.dtype} and only {FLOAT8} has scales; "

@@ -20,16 +20,18 @@ def check_paged(arguments: dict[str, Any]) -> None:
     Raises:
         ValueError, TypeError: the errors of ``check``.
     """
-    operands = prepare(**arguments).call.operands
+    paged = prepare(**arguments)
+    operands = paged.call.operands
     _table(operands)
     sequences: Any = operands.sequences
     starts, counts = (np.asarray(x) for x in (sequences.query_starts, sequences.query_lengths))
     query = np.asarray(operands.query)[0]
     for start, count in zip(starts[:-1], counts, strict=True):
-        _require_finite("query", query, np.arange(start, start + count))
+        _require_finite("query", query, np.arange(start, start + count), paged.rows)
     pages: Any = operands.pages
     lengths = np.asarray(sequences.key_lengths)
     table = np.asarray(pages.table)
+    _scales(arguments, table[_in_use(operands)])
     pools = {"key_pages": operands.key, "value_pages": operands.value}
     if pages.latent_dim is not None:
         del pools["value_pages"]
@@ -40,7 +42,7 @@ def check_paged(arguments: dict[str, Any]) -> None:
         for row, length in zip(table, lengths, strict=True):
             columns = np.arange(length)
             rows = row[columns // pages.page_size] * pages.page_size + columns % pages.page_size
-            _require_finite(name, host, rows, pages.page_size)
+            _require_finite(name, host, rows, (len(host) // pages.page_size, pages.page_size))
 
 
 def _table(operands: Operands) -> None:
@@ -49,8 +51,7 @@ def _table(operands: Operands) -> None:
     assert pages is not None and sequences is not None
     count = operands.key.shape[1] // pages.page_size
     table, lengths = np.asarray(pages.table), np.asarray(sequences.key_lengths)
-    in_use = np.arange(table.shape[1]) < -(-lengths[:, None] // pages.page_size)
-    wrong = in_use & ((table < 0) | (table >= count))
+    wrong = _in_use(operands) & ((table < 0) | (table >= count))
     if wrong.any():
         b, place = (int(i) for i in np.argwhere(wrong)[0])
         raise ValueError(
@@ -59,13 +60,40 @@ def _table(operands: Operands) -> None:
         )
 
 
-def _require_finite(name: str, array: np.ndarray, rows: np.ndarray, page_size: int = 0) -> None:
-    """Every number in these rows must be finite; messages give the page of a row of a pool."""
+def _in_use(operands: Operands) -> np.ndarray:
+    """bool[B, max_pages]: the entries of the table within the lengths."""
+    pages, sequences = operands.pages, operands.sequences
+    assert pages is not None and sequences is not None
+    counts = -(-np.asarray(sequences.key_lengths) // pages.page_size)
+    return np.arange(pages.table.shape[1]) < counts[:, None]
+
+
+def _scales(arguments: dict[str, Any], pages: np.ndarray) -> None:
+    """The scales of these pages must be finite."""
+    for name in ("key_scale", "value_scale"):
+        if arguments[name] is None:
+            continue
+        scale = np.asarray(arguments[name])
+        is_of_pages = scale.ndim == 2
+        is_used = np.isin(np.arange(len(scale)), pages)[:, None] if is_of_pages else pages.size > 0
+        wrong = ~np.isfinite(scale) & is_used
+        if wrong.any():
+            index = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise ValueError(
+                f"{name} must be finite for pages within kv_lengths, got {scale[index]} at index "
+                f"{index}"
+            )
+
+
+def _require_finite(
+    name: str, array: np.ndarray, rows: np.ndarray, leading: tuple[int, ...]
+) -> None:
+    """Every number in these rows must be finite; rows are the user's ``leading`` dims."""
     wrong = ~np.isfinite(array[rows])
     if wrong.any():
         place, *index = (int(i) for i in np.argwhere(wrong)[0])
         row = int(rows[place])
-        at = (*(divmod(row, page_size) if page_size else (row,)), *index)
+        at = (*(int(i) for i in np.unravel_index(row, leading)), *index)
         raise ValueError(
             f"{name} must be finite within kv_lengths, got {array[(row, *index)]} at index {at}"
         )

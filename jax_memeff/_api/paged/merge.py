@@ -106,6 +106,11 @@ def _checked(part: tuple[int, Any]) -> tuple[jax.Array, jax.Array]:
         for name, x in zip(("out", "lse"), pair, strict=True)
     )
     argument_arrays.float_dtype(f"parts[{index}]: out", out)
+    if not out.ndim:
+        raise ValueError(
+            f"parts[{index}]: out must have shape [..., N, Hv], got shape (); pass the arrays of "
+            "return_residual=True, not numbers"
+        )
     expected = score_dtype(out.dtype)
     if lse.dtype != expected:
         raise TypeError(

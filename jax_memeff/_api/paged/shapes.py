@@ -29,14 +29,26 @@ def with_leading(name: str, x: jax.Array, count: int, dims: tuple[int, ...]) -> 
     if all(axes is None for axes in spec):
         return x.reshape(shape)
     first, *others = spec[:count]
-    if any(axes is not None for axes in others) or (first is not None and dims[0] == 1):
-        raise ValueError(
-            f"{name} of shape {x.shape} is sharded as {spec}: over explicit mesh axes only "
-            "sequences and heads may be sharded; give every device pages of its own inside "
-            "jax.shard_map"
-        )
+    # A dim of size 1 is on an axis of size 1, which shards nothing.
+    is_split = first is not None and x.shape[0] != 1
+    if any(axes is not None for axes in others) or (is_split and dims[0] == 1):
+        raise _refused(name, x)
     kept = PartitionSpec(first, *[None] * (len(dims) - 1), *spec[count:])
     return lax.reshape(x, shape, out_sharding=aval.sharding.update(spec=kept))
+
+
+def require_whole_pages(name: str, pool: jax.Array) -> None:
+    """Raise ``ValueError`` if an explicit mesh axis shards the pages of a pool."""
+    if any(axes is not None for axes in jax.typeof(pool).sharding.spec[:2]):
+        raise _refused(name, pool)
+
+
+def _refused(name: str, x: jax.Array) -> ValueError:
+    return ValueError(
+        f"{name} of shape {x.shape} is sharded as {jax.typeof(x).sharding.spec}: over explicit "
+        "mesh axes only sequences and heads may be sharded; give every device pages of its own "
+        "inside jax.shard_map"
+    )
 
 
 def gathered(x: jax.Array) -> jax.Array:
