@@ -121,6 +121,9 @@ struct ForwardMainLoopSm90 {
       Softmax const done = softmax;
       Linear const done_linear = linear;
       if (last) {
+        // Hazard: the producer takes the next work tile only after blocks that this consumer has
+        // not released yet.
+        if (kLeavesOut && range.left_out > 0) break;
         item = Consumer::next_work_tile(control, at);
         if (item.batch < 0) break;
         if (!change_work_tile(params, at, item, mask, range, tile, linear, softmax)) break;
@@ -199,7 +202,7 @@ struct ForwardMainLoopSm90 {
       Mask const next_mask(params.mask, params.shape, item.batch);
       Blocks next(params, next_mask, item, at.group);
       int const first = first_block(next_mask, item, at, next);
-      if (range.left_out > 0 || next.passed(first + 1) >= Kernel::kStages) return false;
+      if (next.passed(first + 1) >= Kernel::kStages) return false;
       mask = next_mask, range = next, tile = first + kConsumerGroups;
     } else {
       if (!Mask::is_common(params.mask)) mask = Mask(params.mask, params.shape, item.batch);
