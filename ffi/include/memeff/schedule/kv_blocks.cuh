@@ -19,8 +19,6 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
       (Config::kMask != MaskKind::none || Config::kBlockMask) && kConsumerGroups == 1;
   static_assert(!Config::kBlockMask || kConsumerGroups == 1);
 
-  int left_out = 0;  // the blocks below `begin` that leave_out_last() has left to other consumers
-
   CUTE_DEVICE KvBlocks(ForwardParams const& params, Mask const& mask, WorkItem const& item)
       : Tiles(tiles_of(params, mask, item)) {}
 
@@ -33,36 +31,22 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
     }
   }
 
-  // The first block of a consumer, which skips at most `most` blocks. Hazard: a consumer that has
-  // not released values of the previous work tile must skip fewer blocks than the ring has stages,
-  // or the consumers deadlock. While it waits for the next keys, other consumers may need the
-  // buffer of those values to go on.
-  CUTE_DEVICE int first(Mask const& mask, WorkItem const& item, int warpgroup,
-                        int most = Config::kStages - 1) const {
+  // The first block of a consumer. Hazard: it must skip fewer blocks than the ring has stages, or
+  // the consumers deadlock. While it waits for the next keys, it has not released values of the
+  // previous work tile, and other consumers may need that buffer to go on.
+  CUTE_DEVICE int first(Mask const& mask, WorkItem const& item, int warpgroup) const {
     if constexpr (!kPassesOver) return this->end - 1;
-    int const attended = own_tiles(mask, item, warpgroup).end;
+    int const row = item.tile * Config::kTileQuery + warpgroup * kWarpgroupRows;
+    int const attended = mask.key_tiles(row, kWarpgroupRows, Config::kTileKey).end;
     if constexpr (Config::kBlockMask) {
       int tile = this->end - 1;
-      for (int passed = 0; passed < most && tile > this->begin; ++passed) {
+      for (int passed = 1; passed < Config::kStages && tile > this->begin; ++passed) {
         if (tile < attended && !is_empty(tile, warpgroup)) break;
         tile = this->before(tile);
       }
       return tile;
     }
     return max(min(attended, this->end) - 1, max(this->begin, this->end - Config::kStages));
-  }
-
-  // Leaves out the last blocks, if the block mask has no valid element there for the rows of a
-  // consumer. If there are few of them, it computes them, because after the skipped blocks it
-  // cannot overlap work tiles.
-  CUTE_DEVICE void leave_out_last(Mask const& mask, WorkItem const& item, int warpgroup) {
-    int const attended = own_tiles(mask, item, warpgroup).begin;
-    int tile = this->begin;
-    int count = 0;
-    for (; tile < this->end - 1; tile = this->after(tile), ++count) {
-      if (tile >= attended && !is_empty(tile, warpgroup)) break;
-    }
-    if (count >= Config::kStages) this->begin = tile, left_out = count;
   }
 
   // The number of blocks of the work tile from this one upwards.
@@ -91,11 +75,6 @@ struct KvBlocks : cute::conditional_t<Config::kBlockMask, BlockMaskRow<true>, Ti
   }
 
  private:
-  CUTE_DEVICE static TileRange own_tiles(Mask const& mask, WorkItem const& item, int warpgroup) {
-    int const row = item.tile * Config::kTileQuery + warpgroup * kWarpgroupRows;
-    return mask.key_tiles(row, kWarpgroupRows, Config::kTileKey);
-  }
-
   // The blocks of a work tile. If its rows attend to nothing, it has one block whose scores are all
   // masked. Consumer groups must have equally many blocks and are padded with such blocks.
   CUTE_DEVICE static Tiles tiles_of(ForwardParams const& params, Mask const& mask,

@@ -69,13 +69,6 @@ struct WorkTileConsumerSm90 {
     skip(control.key, at.key, count, at.leader);
   }
 
-  // Skips keys and values of a KV block. Hazard: consumers release them alternately, because one
-  // that needs both would otherwise wait for the ring that lags behind.
-  CUTE_DEVICE static void skip_block(Control& control, Position& at) {
-    skip_keys(control, at, 1);
-    skip(control.value, at.value, 1, at.leader);
-  }
-
   CUTE_DEVICE static void release_work_tile(Control& control, Position& at) {
     __syncwarp();
     if (at.leader) control.work_tile.release(at.slot);
@@ -97,7 +90,9 @@ struct WorkTileConsumerSm90 {
     return {work_tile.item.tile, work_tile.item.head, has ? work_tile.item.batch : -1};
   }
 
-  // Skips a work tile in which only other consumers own rows.
+  // Skips a work tile in which only other consumers own rows. Hazard: release keys and values
+  // alternately, because a consumer that needs both would otherwise wait for the ring that lags
+  // behind.
   CUTE_DEVICE static void skip_work_tile(Params const& params, Control& control,
                                          WorkItem const& item, Position& at) {
     Mask const mask(params.mask, params.shape, item.batch);
@@ -106,7 +101,8 @@ struct WorkTileConsumerSm90 {
     skip(control.query[at.row_warpgroup], query, 1, at.leader);
     CUTE_NO_UNROLL
     for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile)) {
-      skip_block(control, at);
+      skip_keys(control, at, 1);
+      skip(control.value, at.value, 1, at.leader);
     }
     int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
     OutputWriter::write_empty(params, item, mask.query_length, row, row + kWarpgroupRows);

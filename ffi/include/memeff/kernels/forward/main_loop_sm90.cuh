@@ -44,10 +44,6 @@ struct ForwardMainLoopSm90 {
   // without the branch are 25 % slower.
   static constexpr bool kReleasesByPredicate = kOutputFirst;
 
-  // Whether a consumer leaves out the KV blocks in which its own rows have no valid element: with
-  // documents, a work tile often has rows of two.
-  static constexpr bool kLeavesOut = Config::kBlockMask;
-
   // The results of compute_ahead() for a KV block.
   struct Ahead {
     KeptBlocks kept;
@@ -77,15 +73,14 @@ struct ForwardMainLoopSm90 {
   }
 
  private:
-  // Computes a work tile and the following ones, up to one without rows of this consumer, or one
-  // before or after which it leaves out many KV blocks. Each iteration computes P of a KV block
-  // while O += P V runs for the block before it, which may be the last one of the previous work
-  // tile.
+  // Computes a work tile and the following ones, up to one without rows of this consumer. Each
+  // iteration computes P of a KV block while O += P V runs for the block before it, which may be
+  // the last one of the previous work tile.
   CUTE_DEVICE static void compute_work_tiles(ForwardParams const& params, Control& control,
                                              uint32_t tiles, WorkItem item, Position& at) {
     Mask mask(params.mask, params.shape, item.batch);
     Blocks range(params, mask, item, at.group);
-    int tile = first_block(mask, item, at, range);
+    int tile = range.first(mask, item, at.row_warpgroup);
     Linear linear(params, item);
     Softmax softmax;
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
@@ -121,12 +116,9 @@ struct ForwardMainLoopSm90 {
       Softmax const done = softmax;
       Linear const done_linear = linear;
       if (last) {
-        // Hazard: the producer takes the next work tile only after blocks that this consumer has
-        // not released yet.
-        if (kLeavesOut && range.left_out > 0) break;
         item = Consumer::next_work_tile(control, at);
         if (item.batch < 0) break;
-        if (!change_work_tile(params, at, item, mask, range, tile, linear, softmax)) break;
+        change_work_tile(params, at, item, mask, range, tile, linear, softmax);
         begin_tile(params, control, tiles, at, mask, item, range, range.next(tile), tile, queries);
         control.key.wait(at.key);
       }
@@ -163,23 +155,6 @@ struct ForwardMainLoopSm90 {
     begin_output();
     end_output();
     Consumer::finish_work_tile(params, control, tiles, at, linear, softmax, output);
-    if constexpr (kLeavesOut) skip_blocks(control, at, range.left_out);
-  }
-
-  CUTE_DEVICE static void skip_blocks(Control& control, Position& at, int count) {
-    CUTE_NO_UNROLL
-    for (; count > 0; --count) Consumer::skip_block(control, at);
-  }
-
-  // The first KV block of a consumer that holds no values. Leaves out blocks of `range`.
-  CUTE_DEVICE static int first_block(Mask const& mask, WorkItem const& item, Position const& at,
-                                     Blocks& range) {
-    if constexpr (kLeavesOut) {
-      range.leave_out_last(mask, item, at.row_warpgroup);
-      return range.first(mask, item, at.row_warpgroup, range.end);
-    } else {
-      return range.first(mask, item, at.row_warpgroup);
-    }
   }
 
   // Takes the queries of a work tile, starts the copy of the bias of KV block `first`, and skips
@@ -193,26 +168,16 @@ struct ForwardMainLoopSm90 {
   }
 
   // Switches mask, range, tile, linear and softmax to the work tile `item`; `tile` is then one
-  // above its first KV block. Returns false, and changes nothing, if this consumer leaves out too
-  // many KV blocks before that to hold values until then.
-  CUTE_DEVICE static bool change_work_tile(ForwardParams const& params, Position& at,
+  // above its first KV block.
+  CUTE_DEVICE static void change_work_tile(ForwardParams const& params, Position& at,
                                            WorkItem const& item, Mask& mask, Blocks& range,
                                            int& tile, Linear& linear, Softmax& softmax) {
-    if constexpr (kLeavesOut) {
-      Mask const next_mask(params.mask, params.shape, item.batch);
-      Blocks next(params, next_mask, item, at.group);
-      int const first = first_block(next_mask, item, at, next);
-      if (next.passed(first + 1) >= Kernel::kStages) return false;
-      mask = next_mask, range = next, tile = first + kConsumerGroups;
-    } else {
-      if (!Mask::is_common(params.mask)) mask = Mask(params.mask, params.shape, item.batch);
-      range = Blocks(params, mask, item, at.group);
-      tile = range.first(mask, item, at.row_warpgroup) + kConsumerGroups;
-    }
+    if (!Mask::is_common(params.mask)) mask = Mask(params.mask, params.shape, item.batch);
+    range = Blocks(params, mask, item, at.group);
+    tile = range.first(mask, item, at.row_warpgroup) + kConsumerGroups;
     at.query.advance();
     linear = Linear(params, item);
     softmax = Softmax();
-    return true;
   }
 
   // The probabilities of the first KV block of the first work tile.
@@ -222,13 +187,8 @@ struct ForwardMainLoopSm90 {
                                               WorkItem const& item, Blocks const& range, int tile,
                                               Queries& queries, Scores& scores,
                                               Linear const& linear, Softmax& softmax) {
-    if constexpr (kLeavesOut) {
-      skip_blocks(control, at, range.passed(tile + 1));
-      begin_tile(params, control, tiles, at, mask, item, range, tile, range.end, queries);
-    } else {
-      begin_tile(params, control, tiles, at, mask, item, range, tile, tile + 1, queries);
-      Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
-    }
+    begin_tile(params, control, tiles, at, mask, item, range, tile, tile + 1, queries);
+    Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
     control.key.wait(at.key);
     auto const [kept, reads] =
         multiply_keys<0>(params, control, tiles, at, item, tile, queries, linear, scores, [] {});
