@@ -95,6 +95,7 @@ MAPPED = (
 SHARED = (*SHARED_KEYS, ("bias", 3, 1), ("boolean", 2, 3))
 SUMMED = functools.partial(Case, B=6, shared=SHARED, bias_gradient=2)
 PACKED = ((300, 700), (77, 33), (0, 150))
+LONG_PACKED = ((600, 570), (600, 60), (500, 0))
 # Packed sequences with tiles of none, some or all valid elements.
 IN_BLOCKS: Any = {"B": 3, "T": 300, "S": 700, "lengths": PACKED, "packed": True, "block": 64}
 PACKED_BLOCKS = [
@@ -393,16 +394,7 @@ SHARES += [
         Case(B=1, T=256, S=200, N=8, K=1, dropout=0.2, soft_cap=2.0, **CAUSAL),
         Case(B=2, T=256, S=150, N=8, K=2, H=128, bias="1NTS", lengths=((256, 150), (40, 0))),
         Case(B=6, T=256, S=150, N=4, K=1, sinks=True, shared=SHARED_KEYS, **CAUSAL),
-        Case(
-            B=3,
-            T=600,
-            S=570,
-            N=8,
-            K=1,
-            lengths=((600, 570), (600, 60), (500, 0)),
-            packed=True,
-            **CAUSAL,
-        ),
+        Case(B=3, T=600, S=570, N=8, K=1, lengths=LONG_PACKED, packed=True, **CAUSAL),
     )
 ]
 RUNS = SM80 + SM90 + CONSUMER_GROUPS + SHARES + FLOAT32 + LARGE_DIMS + LARGE_GRADIENTS + POSITIONS
