@@ -154,6 +154,11 @@ def test_the_table_has_a_fixed_width():
     [
         (lambda pool: PagePool(0, 16), ValueError, "pages must be at least 1, got 0"),
         (lambda pool: PagePool(2**70, 16), ValueError, "pages must be at most 2147483647, got"),
+        (
+            lambda pool: PagePool(2**20, 2**12),
+            ValueError,
+            "pages must have at most 2147483647 keys together, got 4294967296 in 1048576 pages",
+        ),
         (lambda pool: PagePool(4, 24), ValueError, "page_size must be a multiple of 16, got 24"),
         (lambda pool: PagePool(a_float, 16), TypeError, "pages must be a Python integer, got 4.0"),
         (lambda pool: pool.allocate(-1), ValueError, "tokens must be at least 0, got -1"),
@@ -170,7 +175,7 @@ def test_the_table_has_a_fixed_width():
         (lambda pool: pool.table(0, 4), TypeError, r"sequences must be a list .* got 0; pass \[na"),
         (lambda pool: pool.lengths(None), TypeError, "sequences must be a list .* got None"),
         (
-            lambda pool: PagePool(4, 2**31).allocate(2**31),
+            lambda pool: PagePool(4, 2**28).allocate(2**31),
             ValueError,
             "at most 2147483647 tokens together, got 2147483648: kv_lengths are int32",
         ),

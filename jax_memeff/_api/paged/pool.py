@@ -74,6 +74,11 @@ free a sequence, or wait until one ends
         self._page_size = _count("page_size", page_size, MULTIPLE)
         if self._page_size % MULTIPLE:
             raise ValueError(f"page_size must be a multiple of {MULTIPLE}, got {self._page_size}")
+        if (keys := self._pages * self._page_size) > _INT32_MAX:
+            raise ValueError(
+                f"pages must have at most {_INT32_MAX} keys together, got {keys} in {self._pages} "
+                f"pages of {self._page_size}; use several pools"
+            )
         # A stack: pages are first taken in ascending order, and freed pages are reused first.
         self._free = list(range(self._pages - 1, -1, -1))
         self._owners = [0] * self._pages
