@@ -71,6 +71,15 @@ def in_kernel_types(program: Program) -> Program:
     return program._replace(arrays=tuple(arrays))
 
 
+def unread_indices(operands: Any, options: Options) -> set[str]:
+    """The names of the buffers of indices on which no function depends. Kernels may load them, but
+    use nothing of them.
+    """
+    found = programs(operands, options).programs.values()
+    read = {name for x in found for name in x.dependence(x.results[0])}
+    return {f"function_{name}_index" for name in ("batch", "head") if name not in read}
+
+
 def literals(operands: Any, options: Options) -> np.ndarray:
     """The bits of all literals, int32; at least one word, because the array must not be empty."""
     words = [word for x in programs(operands, options).programs.values() for word in _words(x)]

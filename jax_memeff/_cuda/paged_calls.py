@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
@@ -79,7 +78,8 @@ def sequence_buffers(ctx: mlir.LoweringRuleContext, part: Part, operands: Any) -
         return {}
     # No kernel reads the starts of keys. Filling them with zeros would cost one more launch.
     if part.types.pages.tokens_each == 1:
-        starts = buffers.computed(ctx, "query_starts", lambda: _starts_of_steps(part), (), ())
+        # Sequence b has row b. If it has no token, the row is a gap after it.
+        starts = buffers.constant_range(ctx, "query_starts", part.types.scores[0] + 1)
         return {"query_starts": starts, "key_starts": starts._replace(name="key_starts")}
     types, arrays = (
         [x.sequences.query_starts, x.sequences.query_lengths] for x in (part.types, operands)
@@ -91,14 +91,6 @@ def sequence_buffers(ctx: mlir.LoweringRuleContext, part: Part, operands: Any) -
         "key_starts": starts._replace(name="key_starts"),
         "query_lengths": buffers.computed(ctx, "marked_query_lengths", marked, types, arrays),
     }
-
-
-def _starts_of_steps(part: Part) -> jax.Array:
-    """int32[1, B + 1]: sequence b has row b. If it has no token, the row is a gap after it.
-
-    XLA would replace an array of rank 1 by an iota, which it computes in a kernel.
-    """
-    return jnp.asarray(np.arange(part.types.scores[0] + 1, dtype=np.int32)[None])
 
 
 def _not_concatenated(starts: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
@@ -55,6 +56,7 @@ def of_operands(
     ``replaced`` has buffers instead of some of them, by the names of the latter.
     """
     pairs = zip(in_table_order(avals), in_table_order(values), strict=True)
+    unread = functions.unread_indices(separate(avals), options)
     buffers = []
     bounds = traced_windows.buffer_names(avals.mask)
     for name, group in itertools.groupby(pairs, key=lambda pair: buffer_name(pair[0], bounds)):
@@ -71,6 +73,8 @@ def of_operands(
             # XLA merges the broadcast of a scalar with its computation, so it costs no launch.
             repeated = functools.partial(jnp.broadcast_to, shape=(batch_of(avals),))
             buffers.append(computed(ctx, name, repeated, types, arrays))
+        elif name in unread:
+            buffers.append(constant_range(ctx, name, *types[0].shape))
         elif functions.is_converted(types[0]):
             buffers.append(computed(ctx, name, functions.in_kernel_type, types, arrays))
         else:
@@ -148,6 +152,14 @@ def computed(
     context = ctx.replace(avals_in=avals, avals_out=[aval])
     lowered = mlir.lower_fun(function, multiple_results=False)(context, *values)
     return Buffer(name, aval, *lowered)
+
+
+def constant_range(ctx: mlir.LoweringRuleContext, name: str, size: int) -> Buffer:
+    """int32[1, size], the numbers from 0 on. XLA would replace an array of rank 1 by an iota, which
+    it computes in a kernel.
+    """
+    numbers = np.arange(size, dtype=np.int32)[None]
+    return computed(ctx, name, lambda: jnp.asarray(numbers), (), ())
 
 
 def layouts(buffers: Iterable[Buffer]) -> list[Sequence[int]]:

@@ -131,6 +131,10 @@ def describe(spec: KernelSpec, arch: str, buffers: Iterable[Buffer]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_CONSTANT_RANGES = ("query_starts", "key_starts", "function_batch_index", "function_head_index")
+"""Arrays that may come from ``buffers.constant_range``."""
+
+
 def _dims(spec: KernelSpec, name: str, rank: int) -> str:
     """The dims of an array of the call.
 
@@ -140,13 +144,13 @@ def _dims(spec: KernelSpec, name: str, rank: int) -> str:
         side, tile = name.split("_")
         query, key, *_ = tile.split("x")
         return f"B? N? T/{query} *" if side == "queries" else f"B? N? S/{key} *"
-    if name in ("query_starts", "key_starts") and rank == 2:  # decode steps (_cuda/paged_calls.py)
-        return "1 B+1"
+    dims = _DIMS | _VARLEN_DIMS if spec[features.VARLEN] else _DIMS
+    found = dims.get(spec.kernel.array_of(name), "...")
     for array in spec.captured_arrays:
         if array.name == name:
-            return array.dims
-    dims = _DIMS | _VARLEN_DIMS if spec[features.VARLEN] else _DIMS
-    return dims.get(spec.kernel.array_of(name), "...")
+            found = array.dims
+    is_constant = name in _CONSTANT_RANGES and rank == 2
+    return f"1 {found}" if is_constant else found
 
 
 def types(buffers: Sequence[Buffer]) -> str:
