@@ -155,7 +155,7 @@ def closure(
             REQUIRED_DIRECTIONS, dtypes, dims, _FEATURE_SETS
         )
         if dtype in multiplied and (direction == "forward" or strategy.query_rows is None)
-        # The features of a strategy that a kernel does not have are not a feature set of their own.
+        # Features that are listed for split-Q alone add no kernel where there is no split-Q.
         if (spec := select(_problem(direction, dtype, pair, arch, asked), strategy)).split_q
         or not strategy.split_q
     }
