@@ -274,3 +274,30 @@ def test_rows_of_a_bias_decide_how_it_is_read(fake_compiler, S, dtype, alignment
     ((spec, _),) = fake_compiler
     assert spec[BIAS].access == access
     assert f"bias_alignment = {alignment} : i32" in text
+
+
+@pytest.mark.parametrize(
+    ("functions", "read"),
+    [
+        ({"score_mod": lambda s, b, h, q, k: s + 0.1 * (q - k)}, set()),
+        ({"score_mod": lambda s, b, h, q, k: s + 0.1 * h * (q - k)}, {"head"}),
+        ({"mask": Mask.function(lambda b, h, q, k: q < 9 * b)}, {"batch"}),
+        (
+            {
+                "score_mod": lambda s, b, h, q, k: s + h,
+                "mask": Mask.function(lambda b, h, q, k: jnp.arange(3)[b] < k),
+            },
+            {"batch", "head"},
+        ),
+    ],
+    ids=lambda value: "-".join(sorted(value)) if isinstance(value, set) else None,
+)
+def test_only_indices_that_a_function_reads_are_computed(functions, read, fake_compiler):
+    """XLA would compute the others in a kernel each. They are constants of rank 2 instead."""
+
+    gradients = jax.grad(functools.partial(loss, **functions), (0, 1, 2))
+    for call in attention_calls(lower(gradients, *shapes(B=3, N=4))):
+        types = dict(zip(names_of(call).split(","), types_of(call)[0], strict=True))
+        for name, size in (("batch", 3), ("head", 4)):
+            expected = f"{size}xi32" if name in read else f"1x{size}xi32"
+            assert types[f"function_{name}_index"] == expected
