@@ -15,7 +15,7 @@ from typing import Literal
 
 from jax_memeff.codegen import features, gpu
 from jax_memeff.codegen.features.mask import MASK, MaskKind
-from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes
 
 QueryRows = Literal["16", "32", "64", "consumer_groups"]
@@ -74,7 +74,8 @@ class Strategy:
     ``query_rows`` is set if a forward has few query rows, or too few tiles to fill the GPU:
     ``"16"``, ``"32"`` and ``"64"`` split the keys over CTAs, in tiles of this many rows (some GPUs
     have no tile of 32 and use that of 64); ``"consumer_groups"`` splits them over the consumer
-    groups of one CTA. ``split_q`` lets several CTAs of a backward share a KV block.
+    groups of one CTA. No kernel splits the keys of float32: with ``"16"``, both directions multiply
+    on mma.sync. ``split_q`` lets several CTAs of a backward share a KV block.
 
     Raises ``ValueError`` for a ``query_rows`` that does not exist.
     """
@@ -100,7 +101,7 @@ def of_direction(direction: str) -> tuple[Strategy, ...]:
     """The strategies that a direction has besides the plain one."""
     return {
         "forward": tuple(Strategy(query_rows=rows) for rows in QUERY_ROWS),
-        "backward": (Strategy(split_q=True),),
+        "backward": (Strategy(split_q=True), Strategy(query_rows="16")),
     }.get(direction, ())
 
 
@@ -135,11 +136,22 @@ def choose(problem: Problem, sizes: Sizes, multiprocessors: int) -> Strategy:
     """
     if (strategy := _forced.get({}).get(problem.direction)) is not None:
         return strategy
-    if problem.direction == "forward":
-        return Strategy(query_rows=query_rows(problem, sizes, multiprocessors))
     if problem.direction == "tangent":
         return PLAIN
+    if problem.dtype in F32_DTYPES:
+        return Strategy(query_rows="16" if _reads_keys_once(sizes, multiprocessors) else None)
+    if problem.direction == "forward":
+        return Strategy(query_rows=query_rows(problem, sizes, multiprocessors))
     return Strategy(split_q=q_splits(problem[MASK], sizes, multiprocessors) > 1)
+
+
+def _reads_keys_once(sizes: Sizes, multiprocessors: int) -> bool:
+    """Whether each key of a float32 call is multiplied with a few queries of one head, in enough
+    tiles to fill the GPU. Then it takes longer to write all keys and values as hi and lo parts than
+    to multiply them on mma.sync. Heads of a group would read the same keys again.
+    """
+    few = sizes.group == 1 and sizes.queries <= FEW_ROWS and not sizes.packed
+    return few and 2 * sizes.batch * sizes.heads > multiprocessors
 
 
 def pack_heads(problem: Problem) -> bool:

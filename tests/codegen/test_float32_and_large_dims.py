@@ -8,7 +8,8 @@ from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.kernels.fmha_fwd_sm90 import Tile
 from jax_memeff.codegen.kernels.large_dim.fmha_bwd_large_dim_sm90 import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.launch import Grid
-from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
+from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.strategy import PLAIN, Strategy, choose
 
 pytestmark = pytest.mark.quick
 
@@ -63,7 +64,7 @@ def test_other_float32_calls_are_not_split_into_float16_parts(features):
     assert select.select(asked).family == "sm80"
 
 
-@pytest.mark.parametrize("rows", [None, *QUERY_ROWS])
+@pytest.mark.parametrize("strategy", [PLAIN, Strategy(query_rows="16")], ids=str)
 @pytest.mark.parametrize(
     "features",
     [
@@ -78,11 +79,34 @@ def test_other_float32_calls_are_not_split_into_float16_parts(features):
     ],
     ids=str,
 )
-def test_both_directions_of_a_float32_call_sum_scores_alike(features, rows):
+def test_both_directions_of_a_float32_call_sum_scores_alike(features, strategy):
     """P = exp(S - logsumexp) has the difference between the two sums of S as a relative error."""
     asked = {"dtype": "f32", "head_dim": 64, "arch": "sm_90a", **features}
-    forward = select.select(problem("forward", **asked), Strategy(query_rows=rows))
-    assert forward.family == select.select(problem("backward", **asked)).family
+    forward, backward = (
+        select.select(problem(direction, **asked), strategy)
+        for direction in ("forward", "backward")
+    )
+    assert forward.family == backward.family
+
+
+@pytest.mark.parametrize(
+    ("sizes", "family"),
+    [
+        ({}, "sm80"),
+        ({"queries": 16}, "sm80"),
+        ({"queries": 17}, "sm90"),
+        ({"key_heads": 16}, "sm90"),
+        ({"batch": 2}, "sm90"),
+        ({"query_tokens": 4, "key_tokens": 16384}, "sm90"),
+    ],
+    ids=str,
+)
+def test_float32_calls_that_read_keys_once_do_not_split_them(sizes, family):
+    usual = {"batch": 4, "queries": 1, "keys": 4096, "heads": 32, "key_heads": 32}
+    found = Sizes(**{**usual, **sizes})
+    for direction in ("forward", "backward"):
+        asked = problem(direction, "f32", 128, arch="sm_90a")
+        assert select.select(asked, choose(asked, found, 132)).family == family
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ class F16x3Kernel(WgmmaKernel):
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
+        if strategy.query_rows == "16":
+            reasons.append("few queries take less time than splitting all keys and values")
         if spec[BROADCAST_BATCH]:
             reasons.append("it splits its operands once for each batch index of the call")
         return reasons
