@@ -6,6 +6,7 @@
 namespace memeff::host {
 namespace {
 
+// As many as codegen/strategy.py asks for under a causal mask.
 constexpr int kMostCtasPerSm = 2;
 
 // Sets how many CTAs share a KV block: schedule/split_q.cuh. The workspace has room for `most`. As
