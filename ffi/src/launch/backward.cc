@@ -6,8 +6,13 @@
 namespace memeff::host {
 namespace {
 
-// As many as codegen/strategy.py asks for under a causal mask.
-constexpr int kMostCtasPerSm = 2;
+// The most CTAs for each SM that divide Q blocks: as many as codegen/strategy.py asks for. Under a
+// causal mask the first KV block has twice the mean work.
+int most_ctas_per_sm(MaskParams const& mask) {
+  bool const is_left_bounded = std::min(mask.top_left_left, mask.bottom_right_left) < kUnbounded;
+  bool const is_right_bounded = std::min(mask.top_left_right, mask.bottom_right_right) < kUnbounded;
+  return is_right_bounded && !is_left_bounded ? 2 : 1;
+}
 
 // Sets how many CTAs share a KV block: schedule/split_q.cuh. The workspace has room for `most`. As
 // many as possible divide query heads, and the others Q blocks, if they fill the device.
@@ -26,7 +31,9 @@ void set_splits(const DeviceKernel& kernel, Buffers& buffers, BackwardParams& pa
   // Three sizes of 31 bits may have a product of more than 63 bits. Such a call has enough blocks.
   long long blocks = 0;
   if (__builtin_mul_overflow(tiles * params.shape.key_heads, params.shape.batch, &blocks)) return;
-  long long const rows = kMostCtasPerSm * kernel.multiprocessors / std::max(blocks, 1ll);
+  long long const ctas =
+      static_cast<long long>(most_ctas_per_sm(params.mask)) * kernel.multiprocessors;
+  long long const rows = ctas / std::max(blocks, 1ll);
   params.row_splits = static_cast<int>(std::clamp(rows, 1ll, most / heads));
 }
 

@@ -56,7 +56,8 @@ def of_operands(
     ``replaced`` has buffers instead of some of them, by the names of the latter.
     """
     pairs = zip(in_table_order(avals), in_table_order(values), strict=True)
-    unread = functions.unread_indices(separate(avals), options)
+    has_functions = getattr(avals, "functions", None) is not None
+    unread = functions.unread_indices(separate(avals), options) if has_functions else set()
     buffers = []
     bounds = traced_windows.buffer_names(avals.mask)
     for name, group in itertools.groupby(pairs, key=lambda pair: buffer_name(pair[0], bounds)):
@@ -79,7 +80,7 @@ def of_operands(
             buffers.append(computed(ctx, name, functions.in_kernel_type, types, arrays))
         else:
             buffers.append(Buffer(name, *types, *arrays))
-    if getattr(avals, "functions", None) is not None:
+    if has_functions:
         bits = functions.literals(separate(avals), options)
         buffers.append(computed(ctx, "function_literals", lambda: jnp.asarray(bits), (), ()))
     return buffers
