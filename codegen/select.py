@@ -57,6 +57,7 @@ _STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
     ({"mask": "causal"}, Strategy(split_q=True)),
     ({"varlen": True, "mask": "causal"}, Strategy(split_q=True)),
     (_COMMON_BIAS, Strategy(split_q=True)),
+    ({}, Strategy(mma_sync=True)),
 )
 
 # Features that need different kernels together than alone.

@@ -74,14 +74,15 @@ class Strategy:
     ``query_rows`` is set if a forward has few query rows, or too few tiles to fill the GPU:
     ``"16"``, ``"32"`` and ``"64"`` split the keys over CTAs, in tiles of this many rows (some GPUs
     have no tile of 32 and use that of 64); ``"consumer_groups"`` splits them over the consumer
-    groups of one CTA. No kernel splits the keys of float32: with ``"16"``, both directions multiply
-    on mma.sync. ``split_q`` lets several CTAs of a backward share a KV block.
+    groups of one CTA. No kernel splits the keys of float32. ``split_q`` lets several CTAs of a
+    backward share a KV block. ``mma_sync`` excludes the wgmma kernels of float32.
 
     Raises ``ValueError`` for a ``query_rows`` that does not exist.
     """
 
     query_rows: QueryRows | None = None
     split_q: bool = False
+    mma_sync: bool = False
 
     def __post_init__(self):
         if self.query_rows not in (None, *QUERY_ROWS):
@@ -91,7 +92,8 @@ class Strategy:
     def __str__(self) -> str:
         """The words that differ from the default."""
         words = [f"query_rows={self.query_rows}"] if self.query_rows else []
-        return ", ".join([*words, *(["split_q"] if self.split_q else [])])
+        flags = [name for name in ("split_q", "mma_sync") if getattr(self, name)]
+        return ", ".join([*words, *flags])
 
 
 PLAIN = Strategy()
@@ -99,9 +101,10 @@ PLAIN = Strategy()
 
 def of_direction(direction: str) -> tuple[Strategy, ...]:
     """The strategies that a direction has besides the plain one."""
+    of_float32 = Strategy(mma_sync=True)
     return {
-        "forward": tuple(Strategy(query_rows=rows) for rows in QUERY_ROWS),
-        "backward": (Strategy(split_q=True), Strategy(query_rows="16")),
+        "forward": (*(Strategy(query_rows=rows) for rows in QUERY_ROWS), of_float32),
+        "backward": (Strategy(split_q=True), of_float32),
     }.get(direction, ())
 
 
@@ -118,7 +121,7 @@ def using(**strategies: Strategy) -> Iterator[None]:
     >>> sizes = Sizes(batch=1, queries=1, keys=4096, heads=32, key_heads=8)
     >>> with using(forward=PLAIN):
     ...     choose(problem, sizes, MULTIPROCESSORS)
-    Strategy(query_rows=None, split_q=False)
+    Strategy(query_rows=None, split_q=False, mma_sync=False)
     """
     token = _forced.set({**_forced.get({}), **strategies})
     try:
@@ -132,14 +135,14 @@ def choose(problem: Problem, sizes: Sizes, multiprocessors: int) -> Strategy:
 
     >>> plain = Problem("forward", "bf16", 64, 64, "sm_90a")
     >>> choose(plain, Sizes(batch=1, queries=1, keys=4096, heads=32, key_heads=8), 132)
-    Strategy(query_rows='16', split_q=False)
+    Strategy(query_rows='16', split_q=False, mma_sync=False)
     """
     if (strategy := _forced.get({}).get(problem.direction)) is not None:
         return strategy
     if problem.direction == "tangent":
         return PLAIN
     if problem.dtype in F32_DTYPES:
-        return Strategy(query_rows="16" if _reads_keys_once(sizes, multiprocessors) else None)
+        return Strategy(mma_sync=_reads_keys_once(sizes, multiprocessors))
     if problem.direction == "forward":
         return Strategy(query_rows=query_rows(problem, sizes, multiprocessors))
     return Strategy(split_q=q_splits(problem[MASK], sizes, multiprocessors) > 1)

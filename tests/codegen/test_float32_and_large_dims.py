@@ -64,7 +64,7 @@ def test_other_float32_calls_are_not_split_into_float16_parts(features):
     assert select.select(asked).family == "sm80"
 
 
-@pytest.mark.parametrize("strategy", [PLAIN, Strategy(query_rows="16")], ids=str)
+@pytest.mark.parametrize("strategy", [PLAIN, Strategy(mma_sync=True)], ids=str)
 @pytest.mark.parametrize(
     "features",
     [

@@ -239,9 +239,8 @@ class WgmmaKernel(Kernel):
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
         by_groups = self.consumer_groups(spec) > 1
-        # Other forwards split keys, but not those of float32 and of packed sequences.
-        can_split = spec.direction == "forward" and spec.dtype not in F32_DTYPES
-        can_split = can_split and (not spec[VARLEN] or spec[PAGES].size > 0)
+        # Other kernels split the keys, but not those of float32 and of packed sequences.
+        can_split = spec.dtype not in F32_DTYPES and (not spec[VARLEN] or spec[PAGES].size > 0)
         if by_groups and strategy.query_rows != "consumer_groups":
             reasons.append("its consumer groups are for few work tiles whose keys are not long")
         elif not by_groups and strategy.query_rows is not None and can_split:
