@@ -32,6 +32,13 @@ LONG = dataclasses.replace(LATENT, lengths=(700, 65, 0, 300), counts=(1, 1, 1, 1
 SEVERAL = dataclasses.replace(LATENT, lengths=(300, 70, 5, 0, 129), counts=(5, 3, 7, 2, 1))
 EQUAL = dataclasses.replace(LATENT, lengths=(300, 300, 0, 300), counts=(1, 1, 1, 1))
 PROMPTS = dataclasses.replace(LATENT, lengths=(150, 260), counts=(20, 70))
+
+
+def _invariant(case: Case, **changes: Any) -> Case:
+    changed = dataclasses.replace(case, **changes)
+    return dataclasses.replace(changed, features=(*changed.features, "batch_invariant"))
+
+
 EMULATED = [
     (5, LATENT),
     # A sequence is divided over CTAs, and CTAs have parts of two; row tiles share keys.
@@ -58,6 +65,12 @@ EMULATED = [
     (3, dataclasses.replace(PROMPTS, features=("sinks and window", "logits_soft_cap"))),
     (2, dataclasses.replace(LONG, features=("none", "sinks"))),
     (5, dataclasses.replace(SEVERAL, features=("is_causal", "kv_blocks"))),
+    # Batch-invariant results: every row tile is a sum of segments.
+    (5, _invariant(LATENT, lengths=(0, 1, 255, 256, 257), features=("sinks",))),
+    (7, _invariant(LONG, heads=(128, 1), page_size=32, is_missing=True)),
+    (3, _invariant(SEVERAL, heads=(96, 2), features=("is_causal", "score_mod", "sinks"))),
+    (9, _invariant(PROMPTS, features=("is_causal", "local_window_size", "logits_soft_cap"))),
+    (4, _invariant(LONG, features=("prefix", "score_mod"), dims=(544, 480), page_size=80)),
 ]
 
 
@@ -172,10 +185,6 @@ def test_one_kernel_for_every_strategy(query_rows):
         (latent(boolean=True), "the rows of its tiles belong to several heads"),
         (latent(row_maxima=True), "it splits the keys of a row, and merges no maxima"),
         (latent(dims=(640, 512)), "head_dim 640 is above its 576"),
-        (
-            latent(pages=AskedPages(64, is_latent=True, is_invariant=True)),
-            "its division of the keys over CTAs depends on the batch",
-        ),
     ],
     ids=str,
 )

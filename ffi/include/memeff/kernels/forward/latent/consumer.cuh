@@ -77,13 +77,15 @@ struct LatentConsumerSm90 {
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(output);
     Softmax softmax;
-    // Hazard: the other consumer must have read the queries of the previous part. It has, because
-    // it has passed the barrier of add_row_sums().
-    Kernel::Queries::load(params, part, mask.query_length, tiles);
-    commit_copies();
-    wait_copies<0>();
-    fence_tma_store();
-    named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
+    if (!has_queries(part)) {
+      // Hazard: the other consumer must have read the queries of the previous part. It has, because
+      // it has passed the barrier of add_row_sums().
+      Kernel::Queries::load(params, part, mask.query_length, tiles);
+      commit_copies();
+      wait_copies<0>();
+      fence_tma_store();
+      named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
+    }
     bool const starts = at.next == at.warpgroup;
     at.next ^= (part.end - part.begin) & 1;
     // The range is uniform over the warp; the shuffles make that visible to the compiler. Without
@@ -106,6 +108,15 @@ struct LatentConsumerSm90 {
     at.sums ^= 1;  // hazard: the other consumer may still read these
     Kernel::Output::write(params, part, mask.query_length, at.warpgroup,
                           at.warpgroup * Kernel::kColumns, softmax, output);
+  }
+
+  // Whether the queries of a part are in shared memory, because the part before it had the same.
+  CUTE_DEVICE static bool has_queries(KeyPart const& part) {
+    if constexpr (Kernel::Schedule::kKeySegments) {
+      return KeySegments<Config>::continues(part);
+    } else {
+      return false;
+    }
   }
 
   // Adds a KV block whose scores this consumer owns, and with kFollows the other consumer's block
