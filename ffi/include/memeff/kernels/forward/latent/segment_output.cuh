@@ -2,6 +2,8 @@
 // kernels/fmha_fwd_latent_sm90.cuh. kernels/forward/latent/combine.cuh finishes the rows.
 #pragma once
 
+#include <memeff/arch/copy.cuh>
+#include <memeff/arch/thread.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/kernels/forward/segment_sum.cuh>
 #include <memeff/layout/packed_rows.cuh>
@@ -30,26 +32,29 @@ struct LatentSegmentOutputSm90 {
                    LaneRowModifiers<Config, Grid>(params, rows));
     KeySegments<Config> const segments = {params};
     int const tile = Schedule::index(params.shape, part.batch, part.head, part.tile);
+    long long const slot = segments.divided() ? segments.partial_row(tile, segments.segment(part))
+                                              : (long long)tile * kTileQuery;
+    // Read anew, because the main loop of a window has no registers for rows and addresses.
+    unsigned const thread = thread_index();
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
-      int const tile_row = Grid::element_row(2 * r, 0);
+      int const tile_row = Grid::element_row(2 * r, 0, thread);
       bool const valid = row + tile_row < query_length;
+      long long const own = slot + tile_row;
+      long long const column = first_column + Grid::element_column(0, 0, thread);
       float const logsumexp = softmax.softmax_reference[r];
       if (segments.divided()) {
-        long long const own = segments.partial_row(tile, segments.segment(part)) + tile_row;
-        store_global_if(valid && warpgroup == 0 && threadIdx.x % 4 == 0,
-                        params.partial_logsumexp + own, logsumexp);
-        float* const out = params.partial_out + own * Config::kValueDim + first_column;
-        if (valid) store(out, r, output);
+        store_global_if(valid && warpgroup == 0 && thread % 4 == 0, params.partial_logsumexp + own,
+                        logsumexp);
+        if (valid) store(params.partial_out + own * Config::kValueDim + column, r, output);
       } else {
-        long long const own = (long long)tile * kTileQuery + tile_row;
         float2& weights = segments.weights(own, warpgroup);
         WeightSum sum = WeightSum::empty();
         if (valid && segments.continues(part)) sum = {weights.x, weights.y};
         SumFactors const factors = sum.add(logsumexp, 1.0f);
         __syncwarp();  // hazard: the lanes of a row have read the weights that the first replaces
-        if (valid && threadIdx.x % 4 == 0) weights = make_float2(sum.maximum, sum.weight);
-        float* const out = params.out_sum + own * Config::kValueDim + first_column;
+        if (valid && thread % 4 == 0) weights = make_float2(sum.maximum, sum.weight);
+        float* const out = params.out_sum + own * Config::kValueDim + column;
         if (valid) add(out, r, segments.continues(part), factors, output);
       }
     }
@@ -58,9 +63,9 @@ struct LatentSegmentOutputSm90 {
  private:
   // Blocks of eight columns whose sums are loaded together: ptxas does not move a load before a
   // store.
-  static constexpr int kTogether = 8;
+  static constexpr int kTogether = 16;
 
-  // Stores row r of the accumulators.
+  // Stores row r of the accumulators; `out` is the first element of this lane.
   template <class Accumulators>
   CUTE_DEVICE static void store(float* out, int r, Accumulators const& output) {
     CUTE_UNROLL
@@ -90,9 +95,9 @@ struct LatentSegmentOutputSm90 {
     }
   }
 
-  // This lane's columns of a block of eight.
+  // The pair of a lane in block n of eight columns.
   CUTE_DEVICE static float2& at(float* out, int n) {
-    return *reinterpret_cast<float2*>(out + Grid::element_column(0, n));
+    return *reinterpret_cast<float2*>(out + 8 * n);
   }
 };
 
