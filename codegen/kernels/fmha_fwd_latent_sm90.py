@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from jax_memeff.codegen import shared_memory, strategy
 from jax_memeff.codegen.features import PAGES, AskedPages, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.features.pages import INVARIANT_COLUMNS, key_box_rows
+from jax_memeff.codegen.features.pages import key_box_rows
 from jax_memeff.codegen.kernels.bases.families import (
     WgmmaKernel,
     WgmmaTile,
@@ -58,11 +58,13 @@ together.
 _COMBINE_BLOCKS_PER_SM = 6
 """CTAs of the combine kernel per SM, which loop over all rows. With 8 they spill."""
 
-_SMALL_GROUP, _LONG_SEGMENT_KEYS = 16, 1024
-"""If more query heads than this share a key head, batch-invariant results have segments of this
-many keys instead of ``INVARIANT_COLUMNS``. A row tile of 64 rows takes 5500 cycles to store a
-segment, and 3300 to compute 64 keys. A small group fills a quarter of a tile in a decode step, and
-only its rows are stored. The length must not depend on anything but the group, because the bits do.
+SMALL_GROUP, SHORT_SEGMENT_KEYS, LONG_SEGMENT_KEYS = 16, 256, 1024
+"""Batch-invariant results have short segments if at most this many query heads share a key head,
+else long ones.
+
+A row tile takes 3300 cycles for 64 keys and 5500 to store 64 rows, but a small group fills a
+quarter of them in a decode step. Hazard: the length must depend on nothing that differs between
+calls with the same token, because the bits depend on it.
 """
 
 _WEIGHT_SUM_NUMBERS = 2
@@ -155,7 +157,11 @@ class FmhaFwdLatentSm90(WgmmaKernel):
             "kCombineBlocksPerSm": _COMBINE_BLOCKS_PER_SM,
         }
         if spec[PAGES].is_invariant:
-            constants |= {"kSmallGroup": _SMALL_GROUP, "kLongSegmentKeys": _LONG_SEGMENT_KEYS}
+            constants |= {
+                "kSmallGroup": SMALL_GROUP,
+                "kShortSegmentKeys": SHORT_SEGMENT_KEYS,
+                "kLongSegmentKeys": LONG_SEGMENT_KEYS,
+            }
         return constants
 
     def workspaces(
@@ -183,7 +189,7 @@ def _segment_workspaces(spec: KernelSpec, sizes: Sizes, rows: int) -> Iterator[W
     up in one sum for each of the ``rows`` of all row tiles.
     """
     outputs = rows * spec.padded_value_dim
-    length = INVARIANT_COLUMNS if sizes.group <= _SMALL_GROUP else _LONG_SEGMENT_KEYS
+    length = SHORT_SEGMENT_KEYS if sizes.group <= SMALL_GROUP else LONG_SEGMENT_KEYS
     segments = pages.segments(sizes.keys, length)
     if strategy.segments_fit(segments, outputs):
         yield Workspace("partial_logsumexp", (rows * segments,))

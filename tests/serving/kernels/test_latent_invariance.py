@@ -17,7 +17,6 @@ from jax_memeff.codegen import strategy
 
 H, HV = 576, 512
 FEATURES = {
-    "is_causal": True,
     "local_window_size": (300, 0),
     "logits_soft_cap": 5.0,
     "score_mod": lambda score, b, h, q, k: score + 0.003 * (h + 1) * (k - q),
@@ -38,7 +37,8 @@ class Sequence:
         return "-".join(map(str, (self.length, self.heads, self.dtype, *self.features)))
 
     def arguments(self) -> dict[str, Any]:
-        given = {name: FEATURES[name] for name in self.features if name in FEATURES}
+        given: dict[str, Any] = {"is_causal": "is_causal" in self.features}
+        given |= {name: FEATURES[name] for name in self.features if name in FEATURES}
         if "sinks" in self.features:
             given["sinks"] = np.linspace(-1, 1, self.heads).astype(np.float32)
         return given

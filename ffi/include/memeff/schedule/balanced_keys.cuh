@@ -31,7 +31,8 @@ struct KeyPart {
   int tile;   // of kTileQuery packed rows
   int begin;  // KV blocks
   int end;
-  int slot;  // of the partial results, or -1 if the part is the whole row tile; KeySegments::slot()
+  int slot;  // of the partial results, or -1 if the part is the whole row tile, or
+             // KeySegments::slot()
 };
 
 // The segments of the keys of a batch-invariant call, and where their results are. Hazard: the
@@ -39,10 +40,13 @@ struct KeyPart {
 // so it depends on the group only. Storing a segment takes longer if the tile has more valid rows.
 template <class Config>
 struct KeySegments {
+  static_assert(Config::kShortSegmentKeys % (2 * Config::kTileKey) == 0);
+  static_assert(Config::kLongSegmentKeys % (2 * Config::kTileKey) == 0);
+
   ForwardParams const& params;
 
   CUTE_DEVICE int keys() const {
-    return params.shape.group <= Config::kSmallGroup ? Config::kSegmentKeys
+    return params.shape.group <= Config::kSmallGroup ? Config::kShortSegmentKeys
                                                      : Config::kLongSegmentKeys;
   }
   CUTE_DEVICE int blocks() const { return keys() / Config::kTileKey; }
@@ -50,8 +54,8 @@ struct KeySegments {
   // Whether CTAs may divide the segments of a row tile, because each has a slot.
   CUTE_DEVICE bool divided() const { return params.out_sum == nullptr; }
 
-  // The slot of a part is the number of its segment, and whether the part before it belongs to the
-  // same row tile. Together they take one register in the main loop.
+  // The slot of a part encodes the number of its segment, and whether the part before it belongs to
+  // the same row tile.
   CUTE_DEVICE static int slot(int segment, bool continues) { return 2 * segment + continues; }
   CUTE_DEVICE static int segment(KeyPart const& part) { return part.slot / 2; }
   CUTE_DEVICE static bool continues(KeyPart const& part) { return part.slot % 2 != 0; }
@@ -77,8 +81,7 @@ class BalancedKeys {
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
   // Loading the queries, the first scores and storing the output take about as long as four KV
-  // blocks. Segments are stored one by one, and the first cut of four should not fall before the
-  // end of its segment.
+  // blocks. Every segment of an item is stored, so only two of them are costs of the item.
   static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
   static constexpr int kItemCost = kKeySegments ? 2 : 4;
 

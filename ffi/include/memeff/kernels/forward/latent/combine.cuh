@@ -116,10 +116,9 @@ struct FmhaForwardLatentCombine {
     }
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      bool const valid = row + r < mask.query_length;
       // Hazard: the rows after a packed sequence belong to the next one.
-      bool const exists = !Config::kVarlen && row + r < mask.rows.count(shape.query_length);
-      if (valid || exists) store(params, batch, head, row + r, valid, sums[r]);
+      static_assert(Config::kVarlen);
+      if (row + r < mask.query_length) store(params, batch, head, row + r, true, sums[r]);
     }
   }
 
