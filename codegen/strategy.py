@@ -215,14 +215,19 @@ def _takes_segments(problem: Problem, sizes: Sizes, rows: int, multiprocessors: 
     few = rows <= FEW_ROWS and tiles <= multiprocessors
     each = tiles * features.pages.segments(sizes.keys) // multiprocessors
     outputs = sizes.batch * sizes.heads * sizes.queries * problem.value_dim
-    return plain and few and each >= _LEAST_SEGMENTS and segments_fit(sizes, outputs)
+    return (
+        plain
+        and few
+        and each >= _LEAST_SEGMENTS
+        and segments_fit(features.pages.segments(sizes.keys), outputs)
+    )
 
 
-def segments_fit(sizes: Sizes, outputs: int) -> bool:
+def segments_fit(segments: int, outputs: int) -> bool:
     """Whether there is memory for ``outputs`` numbers for each segment of a batch-invariant call.
     If not, CTAs do not divide the keys of a tile, which changes no bit.
     """
-    return features.pages.segments(sizes.keys) * outputs * 4 <= _MOST_SEGMENT_BYTES
+    return segments * outputs * 4 <= _MOST_SEGMENT_BYTES
 
 
 def _consumer_groups_time(tiles: int, keys: int, multiprocessors: int) -> float:

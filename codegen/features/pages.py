@@ -30,9 +30,9 @@ at its multiples."""
 _XLA = "pass implementation='xla'"
 
 
-def segments(keys: int) -> int:
-    """The number of segments of the keys of a batch-invariant call."""
-    return -(-keys // INVARIANT_COLUMNS)
+def segments(keys: int, length: int = INVARIANT_COLUMNS) -> int:
+    """The number of segments of ``length`` keys in a batch-invariant call."""
+    return -(-keys // length)
 
 
 class AskedPages(NamedTuple):
@@ -53,7 +53,8 @@ class CompiledPages(NamedTuple):
     the first columns of the keys, and the pool's format.
 
     The split forward of invariant results adds up segments of ``INVARIANT_COLUMNS`` keys in
-    ascending order, however CTAs divide them. Other kernels do not split the keys.
+    ascending order, however CTAs divide them. The latent forward has longer segments for large
+    groups. Other kernels do not split the keys.
     """
 
     size: int = 0

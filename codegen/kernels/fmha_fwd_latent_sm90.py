@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from jax_memeff.codegen import shared_memory, strategy
-from jax_memeff.codegen.features import PAGES, AskedPages
+from jax_memeff.codegen.features import PAGES, AskedPages, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import key_box_rows
 from jax_memeff.codegen.kernels.bases.families import (
@@ -58,6 +58,18 @@ together.
 _COMBINE_BLOCKS_PER_SM = 6
 """CTAs of the combine kernel per SM, which loop over all rows. With 8 they spill."""
 
+SMALL_GROUP, SHORT_SEGMENT_KEYS, LONG_SEGMENT_KEYS = 16, 256, 1024
+"""Batch-invariant results have short segments if at most this many query heads share a key head,
+else long ones.
+
+A row tile takes 3300 cycles for 64 keys and 5500 to store 64 rows, but a small group fills a
+quarter of them in a decode step. Hazard: the length must depend on nothing that differs between
+calls with the same token, because the bits depend on it.
+"""
+
+_WEIGHT_SUM_NUMBERS = 2
+"""``WeightSum`` of ffi/include/memeff/kernels/forward/segment_sum.cuh."""
+
 _MOST_BLOCKS = 144
 """One CTA for each SM of a full GH100."""
 
@@ -74,7 +86,11 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     splits_keys = True
     persistent = True
     own_problems = tuple(
-        ((HEAD_DIM, VALUE_DIM), {"varlen": True, "pages": AskedPages(64, is_latent=True), **mask})
+        ((HEAD_DIM, VALUE_DIM), {"varlen": True, "pages": asked, **mask})
+        for asked in (
+            AskedPages(64, is_latent=True),
+            AskedPages(64, is_latent=True, is_invariant=True),
+        )
         for mask in ({}, {"mask": "causal"})
     )
 
@@ -85,8 +101,6 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         reasons = []
         if not strategy.pack_heads(problem):
             reasons.append("the rows of its tiles belong to several heads")
-        if spec[PAGES].is_invariant:
-            reasons.append("its division of the keys over CTAs depends on the batch")
         return reasons
 
     def consumers(self, spec: KernelSpec) -> int:
@@ -136,12 +150,19 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         return self.main(spec, grid)._replace(cluster=_CLUSTER), combine
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        return {
+        constants: dict[str, Constant | CppType] = {
             **super().constants(spec),
             "kCluster": _CLUSTER,
             "kCombineRows": _COMBINE_ROWS,
             "kCombineBlocksPerSm": _COMBINE_BLOCKS_PER_SM,
         }
+        if spec[PAGES].is_invariant:
+            constants |= {
+                "kSmallGroup": SMALL_GROUP,
+                "kShortSegmentKeys": SHORT_SEGMENT_KEYS,
+                "kLongSegmentKeys": LONG_SEGMENT_KEYS,
+            }
+        return constants
 
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
@@ -151,10 +172,28 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         """
         rows = spec.tile.query
         packed, heads = sizes.queries * sizes.group, sizes.batch * sizes.key_heads
+        tiles = heads * -(-packed // rows)
+        if spec[PAGES].is_invariant:
+            yield from _segment_workspaces(spec, sizes, tiles * rows)
+            return
         clusters = heads * -(-packed // (_CLUSTER * rows)) * -(-sizes.keys // spec.tile.key)
         blocks = min(_CLUSTER * clusters, max(multiprocessors, _MOST_BLOCKS))
         slots = 2 * blocks * rows
-        tiles = heads * -(-packed // rows)
         yield Workspace("partial_logsumexp", (slots,))
         yield Workspace("partial_out", (slots, spec.padded_value_dim))
         yield Workspace("tile_parts", (tiles, _TILE_PARTS_WORDS), "int32")
+
+
+def _segment_workspaces(spec: KernelSpec, sizes: Sizes, rows: int) -> Iterator[Workspace]:
+    """The results of each segment, whichever CTA computes it. If they do not fit, a CTA adds them
+    up in one sum for each of the ``rows`` of all row tiles.
+    """
+    outputs = rows * spec.padded_value_dim
+    length = SHORT_SEGMENT_KEYS if sizes.group <= SMALL_GROUP else LONG_SEGMENT_KEYS
+    segments = pages.segments(sizes.keys, length)
+    if strategy.segments_fit(segments, outputs):
+        yield Workspace("partial_logsumexp", (rows * segments,))
+        yield Workspace("partial_out", (rows * segments, spec.padded_value_dim))
+    else:
+        yield Workspace("partial_logsumexp", (rows, _CONSUMERS, _WEIGHT_SUM_NUMBERS))
+        yield Workspace("out_sum", (rows, spec.padded_value_dim))

@@ -83,6 +83,15 @@ STATED = [
     ("docs/guide/serving.md", r"must fit in (\d+) MiB", [strategy._MOST_SEGMENT_BYTES // 2**20]),
     ("docs/guide/serving.md", r"in segments of (\d+), in ascending", [INVARIANT_COLUMNS]),
     ("docs/architecture.md", r"absolute multiples of (\d+) and add up", [INVARIANT_COLUMNS]),
+    (
+        "docs/guide/serving.md",
+        r"has segments of (\d+) keys if at most (\d+) query heads share a key head, else of (\d+)",
+        [
+            fmha_fwd_latent_sm90.SHORT_SEGMENT_KEYS,
+            fmha_fwd_latent_sm90.SMALL_GROUP,
+            fmha_fwd_latent_sm90.LONG_SEGMENT_KEYS,
+        ],
+    ),
     ("docs/guide/serving.md", r"clips to ±(\d+), the largest", [append.LARGEST_FLOAT8]),
     ("docs/guide/transforms.md", r"more than (2\S+) tokens", [sequences.MOST_POSITIONS]),
     (

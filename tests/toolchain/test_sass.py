@@ -111,14 +111,15 @@ def keeps_register_operands(spec, kernel):
         assert sass.overwritten_operands(code) == [], (daily.MESSAGE, name)
 
 
-LATENT = ({}, {"mask": "window", "soft_cap": True})
+LATENT = tuple(
+    {"pages": AskedPages(16, is_latent=True, is_invariant=is_invariant), **features}
+    for is_invariant in (False, True)
+    for features in ({}, {"mask": "window", "soft_cap": True})
+)
 
 
 def latent_forwards():
-    asked = [
-        {"varlen": True, "pages": AskedPages(16, is_latent=True), **features}
-        for features in daily.drawn("latent", LATENT)
-    ]
+    asked = [{"varlen": True, **features} for features in daily.drawn("latent", LATENT)]
     problems = [Problem("forward", "bf16", 576, 512, "sm_90a", features) for features in asked]
     return list(map(select.select, problems))
 

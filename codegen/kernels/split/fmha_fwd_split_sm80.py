@@ -147,9 +147,10 @@ class FmhaFwdSplitSm80(MmaKernel):
         if spec[PAGES].is_invariant:
             # Each segment has a place, whichever CTA computes it.
             outputs = all_rows * spec.padded_value_dim
-            divides = tiles <= multiprocessors and strategy.segments_fit(sizes, outputs)
+            segments = pages.segments(sizes.keys)
+            divides = tiles <= multiprocessors and strategy.segments_fit(segments, outputs)
             divides = divides or _groups_take_segments(spec)
-            splits = pages.segments(sizes.keys) if divides else 1
+            splits = segments if divides else 1
         if splits > 1 or _groups_take_segments(spec):
             shape = splits, all_rows
             yield Workspace("partial_logsumexp", shape)

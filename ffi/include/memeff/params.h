@@ -143,15 +143,17 @@ struct ForwardParams {
   TensorView key;
   TensorView value;
   TensorView out;
-  float* logsumexp;           // [B, N, T] or [N, tokens], natural logarithm
-  float* partial_logsumexp;   // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh
+  float* logsumexp;          // [B, N, T] or [N, tokens], natural logarithm
+  float* partial_logsumexp;  // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh;
+                             // latent calls: see schedule/balanced_keys.cuh
   float* partial_out;         // the same rows, [padded value dim] each
   int splits;                 // of the keys; 1 means no partial results
   bool keeps_gaps;            // tokens of no sequence keep their results
   bool marks_empty;           // some query lengths are kNoGap
   TileCounter* tile_counter;  // of persistent kernels
   float* out_sum;             // large head dims: [B, N, padded T, padded Hv], in the order of
-                              // collective/chunked_product.cuh
+                              // collective/chunked_product.cuh; batch-invariant latent calls: see
+                              // KeySegments of schedule/balanced_keys.cuh
   float* score_sum;           // H > kLongSumColumns: a tile of scores for each tile of queries; see
                               // collective/long_sum.cuh
   BlockMask block_mask;

@@ -17,6 +17,7 @@ from jax_memeff.codegen import strategy
 from jax_memeff.codegen.features import AskedPages
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.select import explain, select
+from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.strategy import Strategy
 from jax_memeff.errors import UnsupportedError
 
@@ -32,6 +33,13 @@ LONG = dataclasses.replace(LATENT, lengths=(700, 65, 0, 300), counts=(1, 1, 1, 1
 SEVERAL = dataclasses.replace(LATENT, lengths=(300, 70, 5, 0, 129), counts=(5, 3, 7, 2, 1))
 EQUAL = dataclasses.replace(LATENT, lengths=(300, 300, 0, 300), counts=(1, 1, 1, 1))
 PROMPTS = dataclasses.replace(LATENT, lengths=(150, 260), counts=(20, 70))
+
+
+def _invariant(case: Case, **changes: Any) -> Case:
+    changed = dataclasses.replace(case, **changes)
+    return dataclasses.replace(changed, features=(*changed.features, "batch_invariant"))
+
+
 EMULATED = [
     (5, LATENT),
     # A sequence is divided over CTAs, and CTAs have parts of two; row tiles share keys.
@@ -58,6 +66,12 @@ EMULATED = [
     (3, dataclasses.replace(PROMPTS, features=("sinks and window", "logits_soft_cap"))),
     (2, dataclasses.replace(LONG, features=("none", "sinks"))),
     (5, dataclasses.replace(SEVERAL, features=("is_causal", "kv_blocks"))),
+    # Batch-invariant results: every row tile is a sum of segments.
+    (5, _invariant(LATENT, lengths=(0, 1, 255, 256, 257), features=("sinks",))),
+    (7, _invariant(LONG, heads=(128, 1), page_size=32, is_missing=True)),
+    (3, _invariant(SEVERAL, heads=(96, 2), features=("is_causal", "score_mod", "sinks"))),
+    (9, _invariant(PROMPTS, features=("is_causal", "local_window_size", "logits_soft_cap"))),
+    (4, _invariant(LONG, features=("prefix", "score_mod"), dims=(544, 480), page_size=80)),
 ]
 
 
@@ -121,7 +135,14 @@ def random_cases(seed: int) -> Iterator[Case]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", list(itertools.islice(random_cases(0), 60)), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *itertools.islice(random_cases(0), 60),
+        *map(_invariant, itertools.islice(random_cases(1), 30)),
+    ],
+    ids=str,
+)
 def test_kernels(case, assert_close):
     assert_matches(case.found(case.batch()), case, assert_close)
 
@@ -147,7 +168,7 @@ _LARGE = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", _LARGE, ids=str)
+@pytest.mark.parametrize("case", [*_LARGE, *map(_invariant, _LARGE)], ids=str)
 def test_large_batches(case, assert_close):
     """Parts have many lengths and run on all SMs, unlike on the emulated machine."""
     assert_matches(case.found(case.batch()), case, assert_close)
@@ -172,16 +193,47 @@ def test_one_kernel_for_every_strategy(query_rows):
         (latent(boolean=True), "the rows of its tiles belong to several heads"),
         (latent(row_maxima=True), "it splits the keys of a row, and merges no maxima"),
         (latent(dims=(640, 512)), "head_dim 640 is above its 576"),
-        (
-            latent(pages=AskedPages(64, is_latent=True, is_invariant=True)),
-            "its division of the keys over CTAs depends on the batch",
-        ),
     ],
     ids=str,
 )
 def test_what_it_refuses(problem, reason):
     with pytest.raises(UnsupportedError, match=reason):
         select(problem)
+
+
+INVARIANT_PAGES = AskedPages(64, is_latent=True, is_invariant=True)
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys", "heads", "segments"),
+    [
+        # Short segments up to 16 heads, and long ones for more.
+        (32, 1, 4096, 16, 16),
+        (32, 1, 4096, 17, 4),
+        (64, 1, 4096, 128, 4),
+        (1, 1, 2**18, 16, 1024),
+        # The last segment has one key.
+        (32, 1, 1025, 128, 2),
+        # More than 1024 segments of 64 rows.
+        (128, 1, 8192, 16, None),
+        (128, 1, 8192, 128, None),
+        (1, 5, 2**18 - 255, 16, None),
+        (2**16, 2**10, 2**28, 128, None),
+    ],
+)
+def test_memory_of_segments(batch, queries, keys, heads, segments):
+    """Each segment has a slot for its result if all of them fit, else a row tile has one."""
+    spec = select(latent(pages=INVARIANT_PAGES))
+    sizes = Sizes(batch=batch, queries=queries, keys=keys, heads=heads, key_heads=1)
+    found = {it.name: it.shape for it in spec.kernel.workspaces(spec, sizes, 132)}
+    rows = batch * -(-queries * heads // 64) * 64
+    if segments is None:
+        assert found == {"partial_logsumexp": (rows, 2, 2), "out_sum": (rows, 512)}
+        return
+    rows *= segments
+    assert found == {"partial_logsumexp": (rows,), "partial_out": (rows, 512)}
+    assert rows * 512 * 4 <= 128 * MIB
 
 
 def test_other_values_are_not_latent():

@@ -279,6 +279,9 @@ def test_head_dims_above_256(case, assert_close):
 
 
 _PROMPTS = dataclasses.replace(RAGGED, query_rows=None, dims=(128, 128))
+_LATENT = dataclasses.replace(
+    DECODE, heads=(128, 1), dims=(576, 512), is_latent=True, lengths=(700, 65, 0, 300)
+)
 _EXACT = [
     dataclasses.replace(case, is_exact=True)
     for case in (
@@ -292,9 +295,8 @@ _EXACT = [
         dataclasses.replace(DECODE, dims=(320, 264)),
         dataclasses.replace(DECODE, scales=("pages", "heads"), dims=(128, 64), page_size=32),
         dataclasses.replace(MIXED, features=("is_causal", "batch_invariant")),
-        dataclasses.replace(
-            DECODE, heads=(128, 1), dims=(576, 512), is_latent=True, lengths=(700, 65, 0, 300)
-        ),
+        _LATENT,
+        dataclasses.replace(_LATENT, features=("is_causal", "batch_invariant")),
     )
 ]
 

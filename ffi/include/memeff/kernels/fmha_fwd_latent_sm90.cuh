@@ -40,6 +40,7 @@
 #include <memeff/kernels/forward/latent/output.cuh>
 #include <memeff/kernels/forward/latent/producer.cuh>
 #include <memeff/kernels/forward/latent/queries.cuh>
+#include <memeff/kernels/forward/latent/segment_output.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/balanced_keys.cuh>
 #include <memeff/score/modifiers.cuh>
@@ -67,7 +68,9 @@ struct FmhaForwardLatentSm90 {
   using Softmax = OnlineSoftmax<1, false, has_large_scores<Config>()>;
   using Exchange = SoftmaxExchange<ScoreGrid, Softmax>;
   using Schedule = BalancedKeys<Config, Mask>;
-  using Output = LatentOutputSm90<Config, OutGrid, Softmax>;
+  using Output = cute::conditional_t<Schedule::kKeySegments,
+                                     LatentSegmentOutputSm90<Config, OutGrid, Softmax, Schedule>,
+                                     LatentOutputSm90<Config, OutGrid, Softmax>>;
   using Queries = LatentQueriesSm90<Config, FmhaForwardLatentSm90>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;

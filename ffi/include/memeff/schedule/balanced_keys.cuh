@@ -11,6 +11,11 @@
 // Each group of CTAs gets an equal stretch of the line. If a stretch ends within an item, the item
 // is cut into parts, whose results are partial: a group has at most two, at the ends of its
 // stretch.
+//
+// Batch-invariant calls sum the keys of a row tile in segments that begin at absolute multiples of
+// their length, so the bits do not depend on the cuts. Each segment is a part of its own. If all of
+// them have slots, the cuts of the line are rounded to segments. Otherwise the group in whose
+// stretch an item begins computes all of it, and adds up the segments of a row tile in one slot.
 #pragma once
 
 #include <memeff/core/common.cuh>
@@ -26,7 +31,46 @@ struct KeyPart {
   int tile;   // of kTileQuery packed rows
   int begin;  // KV blocks
   int end;
-  int slot;  // of the partial results, or -1 if the part is the whole row tile
+  int slot;  // of the partial results, or -1 if the part is the whole row tile, or
+             // KeySegments::slot()
+};
+
+// The segments of the keys of a batch-invariant call, and where their results are. Hazard: the
+// length of a segment must not depend on anything that differs between calls with the same token,
+// so it depends on the group only. Storing a segment takes longer if the tile has more valid rows.
+template <class Config>
+struct KeySegments {
+  static_assert(Config::kShortSegmentKeys % (2 * Config::kTileKey) == 0);
+  static_assert(Config::kLongSegmentKeys % (2 * Config::kTileKey) == 0);
+
+  ForwardParams const& params;
+
+  CUTE_DEVICE int keys() const {
+    return params.shape.group <= Config::kSmallGroup ? Config::kShortSegmentKeys
+                                                     : Config::kLongSegmentKeys;
+  }
+  CUTE_DEVICE int blocks() const { return keys() / Config::kTileKey; }
+
+  // Whether CTAs may divide the segments of a row tile, because each has a slot.
+  CUTE_DEVICE bool divided() const { return params.out_sum == nullptr; }
+
+  // The slot of a part encodes the number of its segment, and whether the part before it belongs to
+  // the same row tile.
+  CUTE_DEVICE static int slot(int segment, bool continues) { return 2 * segment + continues; }
+  CUTE_DEVICE static int segment(KeyPart const& part) { return part.slot / 2; }
+  CUTE_DEVICE static bool continues(KeyPart const& part) { return part.slot % 2 != 0; }
+
+  // The first row of partial results of a segment of the row tile with index `tile`.
+  CUTE_DEVICE long long partial_row(int tile, int segment) const {
+    long long const count = ceil_div(params.shape.key_length, keys());
+    return (tile * count + segment) * Config::kTileQuery;
+  }
+
+  // The maximum and the weight of a row in the sum of its segments. Each consumer has its own,
+  // because it must not change those that the other one has yet to read.
+  CUTE_DEVICE float2& weights(long long row, int consumer) const {
+    return reinterpret_cast<float2*>(params.partial_logsumexp)[2 * row + consumer];
+  }
 };
 
 // The schedule of a latent forward. The producer warp of the kernel iterates over the parts of its
@@ -37,8 +81,9 @@ class BalancedKeys {
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
   // Loading the queries, the first scores and storing the output take about as long as four KV
-  // blocks.
-  static constexpr int kItemCost = 4;
+  // blocks. Every segment of an item is stored, so only two of them are costs of the item.
+  static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
+  static constexpr int kItemCost = kKeySegments ? 2 : 4;
 
   CUTE_DEVICE explicit BalancedKeys(ForwardParams const& params, int ctas)
       : params_(params),
@@ -86,8 +131,8 @@ class BalancedKeys {
       Item const item = this->item(first + lane, cta);
       int const sum = sum_of_lanes(item.units());  // up to this lane
       long long const first_block = before + sum - item.range_size();
-      int const part_begin = int(clamp(begin - first_block, item.range_size()));
-      int const part_end = int(clamp(end - first_block, item.range_size()));
+      int const part_begin = cut(item, begin - first_block);
+      int const part_end = cut(item, end - first_block);
       bool const whole = part_end - part_begin == item.range_size();
       KeyPart part = item.part;
       part.slot = whole ? -1 : part_begin == 0 ? 2 * cta + 1 : 2 * cta;
@@ -98,14 +143,15 @@ class BalancedKeys {
       CUTE_NO_UNROLL
       for (; own != 0; own &= own - 1) {
         int const source = kWarpSize - 1 - __clz(int(own & -own));
-        use(KeyPart{__shfl_sync(0xffffffffu, part.batch, source),
-                    __shfl_sync(0xffffffffu, part.head, source),
-                    __shfl_sync(0xffffffffu, part.tile, source),
-                    __shfl_sync(0xffffffffu, part.begin, source),
-                    __shfl_sync(0xffffffffu, part.end, source),
-                    __shfl_sync(0xffffffffu, part.slot, source)});
+        hand_out(KeyPart{__shfl_sync(0xffffffffu, part.batch, source),
+                         __shfl_sync(0xffffffffu, part.head, source),
+                         __shfl_sync(0xffffffffu, part.tile, source),
+                         __shfl_sync(0xffffffffu, part.begin, source),
+                         __shfl_sync(0xffffffffu, part.end, source),
+                         __shfl_sync(0xffffffffu, part.slot, source)},
+                 use);
       }
-      if (is_own && part_begin == 0) {
+      if (!kKeySegments && is_own && part_begin == 0) {
         long long const last = (first_block + item.range_size()) * groups - 1;
         params_.tile_parts[index(params_.shape, part.batch, part.head, part.tile)] = {
             int(quotient(last, total)) - group + 1, 2 * cta + 1, 2 * (cta + together_),
@@ -138,8 +184,47 @@ class BalancedKeys {
   // The KV blocks of the item with this row tile.
   CUTE_DEVICE TileRange blocks(Mask const& mask, int tile) const {
     int const row = first_row(tile);
-    TileRange const range = mask.key_tiles(row, together_ * kTileQuery, kTileKey);
-    return range.begin < range.end ? range : TileRange{0, 0};
+    TileRange range = mask.key_tiles(row, together_ * kTileQuery, kTileKey);
+    if (range.begin >= range.end) return {0, 0};
+    if constexpr (kKeySegments) {
+      // The order of a score's sum depends on the consumer, and each part begins with the same one.
+      // So every consumer has the same KV blocks in all calls. Masked blocks change no bit.
+      range = {range.begin / 2 * 2, ceil_div(range.end, 2) * 2};
+    }
+    return range;
+  }
+
+  // The KV block of an item, relative to its first one, at which the line is cut if the cut is at
+  // `block`.
+  CUTE_DEVICE int cut(Item const& item, long long block) const {
+    int const size = item.range_size();
+    int const at = int(clamp(block, size));
+    if constexpr (kKeySegments) {
+      KeySegments<Config> const segments = {params_};
+      if (!segments.divided()) return block > -kItemCost ? size : 0;
+      if (at == 0 || at == size) return at;
+      int const length = segments.blocks();
+      int const nearest = (item.part.begin + at + length / 2) / length * length;
+      return int(clamp(nearest - item.part.begin, size));
+    }
+    return at;
+  }
+
+  // Calls use() for a part, or for each of its segments.
+  template <class Use>
+  CUTE_DEVICE void hand_out(KeyPart const& part, Use use) const {
+    if constexpr (kKeySegments) {
+      int const length = KeySegments<Config>{params_}.blocks();
+      CUTE_NO_UNROLL
+      for (int begin = part.begin; begin < part.end;) {
+        int const end = min((begin / length + 1) * length, part.end);
+        use(KeyPart{part.batch, part.head, part.tile, begin, end,
+                    KeySegments<Config>::slot(begin / length, begin != part.begin)});
+        begin = end;
+      }
+    } else {
+      use(part);
+    }
   }
 
   // x / y rounded down, for x + y < 2^52: the quotient in double cannot be rounded up to the next

@@ -1,5 +1,6 @@
 // Runs after kernels/fmha_fwd_latent_sm90.cuh: adds up the partial results of row tiles whose KV
-// blocks several CTAs have divided, and writes the rows without keys.
+// blocks several CTAs have divided, and writes the rows without keys. In batch-invariant calls it
+// adds up the segments of all rows.
 #pragma once
 
 #include <memeff/core/math.cuh>
@@ -42,7 +43,13 @@ struct FmhaForwardLatentCombine {
         long long const skipped = (head_batch + 1) * blocks - block;
         next = block + (skipped + gridDim.x - 1) / gridDim.x * gridDim.x;
       } else {
-        combine(params, mask, head_batch / shape.key_heads, head_batch % shape.key_heads, row);
+        int const batch = head_batch / shape.key_heads;
+        int const head = head_batch % shape.key_heads;
+        if constexpr (Schedule::kKeySegments) {
+          combine_segments(params, mask, batch, head, row);
+        } else {
+          combine(params, mask, batch, head, row);
+        }
       }
       block = next;
     }
@@ -76,6 +83,42 @@ struct FmhaForwardLatentCombine {
       // packed sequence belong to the next one.
       bool const exists = !Config::kVarlen && row + r < mask.rows.count(shape.query_length);
       if (valid ? parts.count != 1 : exists) store(params, batch, head, row + r, valid, sums[r]);
+    }
+  }
+
+  // As above for a batch-invariant call: adds the segments in ascending order, or finishes their
+  // sums. The main kernel has computed all KV blocks of the row tile and perhaps more, but segments
+  // beyond these blocks are masked and change no bit.
+  CUTE_DEVICE static void combine_segments(ForwardParams const& params, Mask const& mask, int batch,
+                                           int head, int row) {
+    ProblemShape const& shape = params.shape;
+    KeySegments<Config> const segments = {params};
+    int const index = Schedule::index(shape, batch, head, row / kTileQuery);
+    int const tile_row = row % kTileQuery;
+    TileRange const keys = mask.key_tiles(row - tile_row, kTileQuery, Config::kTileKey);
+    Sum sums[kRows];
+    CUTE_UNROLL
+    for (Sum& sum : sums) sum = Sum::empty();
+    if (segments.divided()) {
+      int const blocks = segments.blocks();
+      CUTE_NO_UNROLL
+      for (int segment = keys.begin / blocks; segment * blocks < keys.end; ++segment) {
+        add(params, segments.partial_row(index, segment) + tile_row, sums);
+      }
+    } else if (keys.begin < keys.end) {
+      long long const first = (long long)index * kTileQuery + tile_row;
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        sums[r].out.load(params.out_sum + (first + r) * Config::kValueDim + 4 * int(threadIdx.x));
+        float2 const weights = segments.weights(first + r, 0);
+        sums[r].weights = {weights.x, weights.y};
+      }
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      // Hazard: the rows after a packed sequence belong to the next one.
+      static_assert(Config::kVarlen);
+      if (row + r < mask.query_length) store(params, batch, head, row + r, true, sums[r]);
     }
   }
 

@@ -33,6 +33,7 @@ struct LatentConsumerSm90 {
   static constexpr int kOtherColumns = Kernel::kColumnGroups - 1;  // the group without values
   static constexpr int kOthers = Kernel::kPanels - Kernel::group_begin(kOtherColumns);
   static constexpr int kOwnPanels = kOthers + Kernel::kValuePanels;  // without the other's values
+  static constexpr bool kKeySegments = Kernel::Schedule::kKeySegments;
   static constexpr int kTileKey = Kernel::kTileKey;
   static constexpr int kTileQuery = Kernel::kTileQuery;
 
@@ -61,14 +62,20 @@ struct LatentConsumerSm90 {
       control.work.wait(at.slot);
       KeyPart const part = control.parts[at.slot.index];
       if (part.batch < 0) break;
-      __syncwarp();
-      if (at.leader) control.work.release(at.slot);
-      at.slot.advance();
+      if constexpr (!kKeySegments) release_part(control, at);
       compute(params, control, tiles, part, at);
+      if constexpr (kKeySegments) release_part(control, at);
     }
   }
 
  private:
+  // All lanes of a warp call it when they have read the part.
+  CUTE_DEVICE static void release_part(Control& control, Position& at) {
+    __syncwarp();
+    if (at.leader) control.work.release(at.slot);
+    at.slot.advance();
+  }
+
   // Computes a part: the KV blocks [begin, end) of a row tile, two at a time, one per consumer.
   CUTE_DEVICE static void compute(ForwardParams const& params, Control& control, uint32_t tiles,
                                   KeyPart const& part, Position& at) {
@@ -77,15 +84,18 @@ struct LatentConsumerSm90 {
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(output);
     Softmax softmax;
-    // Hazard: the other consumer must have read the queries of the previous part. It has, because
-    // it has passed the barrier of add_row_sums().
-    Kernel::Queries::load(params, part, mask.query_length, tiles);
-    commit_copies();
-    wait_copies<0>();
-    fence_tma_store();
-    named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
+    if (!has_queries(part)) {
+      // Hazard: the other consumer must have read the queries of the previous part. It has, because
+      // it has passed the barrier of add_row_sums().
+      Kernel::Queries::load(params, part, mask.query_length, tiles);
+      commit_copies();
+      wait_copies<0>();
+      fence_tma_store();
+      named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
+    }
     bool const starts = at.next == at.warpgroup;
-    at.next ^= (part.end - part.begin) & 1;
+    // The number of KV blocks of a segment is even.
+    if constexpr (!kKeySegments) at.next ^= (part.end - part.begin) & 1;
     // The range is uniform over the warp; the shuffles make that visible to the compiler. Without
     // them it computes matrix descriptors in vector registers: 168 R2UR for each KV block.
     int block = __shfl_sync(0xffffffffu, part.begin, 0);
@@ -104,8 +114,25 @@ struct LatentConsumerSm90 {
     Exchange::add_row_sums(control.row_sums[at.sums], at.warpgroup, Kernel::kConsumerBarrier,
                            softmax);
     at.sums ^= 1;  // hazard: the other consumer may still read these
-    Kernel::Output::write(params, part, mask.query_length, at.warpgroup,
-                          at.warpgroup * Kernel::kColumns, softmax, output);
+    if constexpr (kKeySegments) {
+      // Read anew, because the main loop of a window has no registers for them.
+      KeyPart const own = control.parts[at.slot.index];
+      int const query_length = Mask(params.mask, params.shape, own.batch).query_length;
+      Kernel::Output::write(params, own, query_length, at.warpgroup,
+                            at.warpgroup * Kernel::kColumns, softmax, output);
+    } else {
+      Kernel::Output::write(params, part, mask.query_length, at.warpgroup,
+                            at.warpgroup * Kernel::kColumns, softmax, output);
+    }
+  }
+
+  // Whether the queries of a part are in shared memory, because the part before it had the same.
+  CUTE_DEVICE static bool has_queries(KeyPart const& part) {
+    if constexpr (kKeySegments) {
+      return KeySegments<Config>::continues(part);
+    } else {
+      return false;
+    }
   }
 
   // Adds a KV block whose scores this consumer owns, and with kFollows the other consumer's block
