@@ -68,6 +68,9 @@ class Interpreter:
         self.calls: list[CustomCall] = []
         self._nested: list[tuple[Jaxpr, JaxprEqn]] = []
         self._copies: dict[int, tuple[np.ndarray, jax.Array]] = {}
+        self._taken: list[int] = []
+        """For each branch that is being replayed, outermost first: whether it and those outside of
+        it are taken."""
         self._custom_rules = custom_rules
         self._structural = structural
 
@@ -95,7 +98,8 @@ class Interpreter:
                     x[position], dtype, structural or self._structural
                 )
             return Scalars(elements, x.dtype)
-        return materialized(self.graph, self.view(x))
+        read = materialized(self.graph, self.view(x))
+        return self._guarded(read) if self._taken else read
 
     def view(self, x: Any) -> View:
         """A captured array, or a part of one, as a view."""
@@ -259,8 +263,13 @@ class Interpreter:
         if isinstance(which, np.ndarray):
             chosen = branches[min(max(int(which), 0), len(branches) - 1)]
             return self._run(chosen.jaxpr, chosen.consts, operands)
-        results = [self._run(branch.jaxpr, branch.consts, operands) for branch in branches]
         index = int(self.scalars(which).elements[()])
+        results = []
+        for number, branch in enumerate(branches):
+            self._taken.append(self._is_taken(index, number, len(branches)))
+            guarded = [self._guarded(x) if isinstance(x, Scalars) else x for x in operands]
+            results.append(self._run(branch.jaxpr, branch.consts, guarded))
+            self._taken.pop()
         selected = []
         for cases in zip(*results, strict=True):
             rows = [self.scalars(case) for case in cases]
@@ -270,6 +279,47 @@ class Interpreter:
                 elements[position] = scalar_rules.choice(self.graph, index, values)
             selected.append(Scalars(elements, rows[0].dtype))
         return selected
+
+    def _is_taken(self, index: int, number: int, count: int) -> int:
+        """Whether an index, clamped to ``count`` branches, selects branch ``number``, and the
+        branches around it are taken."""
+        tests = [("ge", number)] if number else []
+        tests += [("le", number)] if number < count - 1 else []
+        taken = self._taken[-1] if self._taken else self.graph.number(True, "bool")
+        for op, bound in tests:
+            limit = self.graph.number(bound, self.graph.dtype(index), structural=True)
+            test = self.graph.add(op, "bool", (index, limit))
+            taken = self.graph.add("and", "bool", (taken, test))
+        return taken
+
+    def _guarded(self, x: Scalars) -> Scalars:
+        """Floats that a branch uses, with derivatives of 0 unless the branch is taken.
+
+        The program computes all branches. Without this the derivative of one that is not taken
+        could be NaN, and NaN times a cotangent of 0 is NaN.
+        """
+        if not self._custom_rules or not scalar_rules.scalar_type(x.dtype).startswith("float"):
+            return x
+        elements = x.elements.copy()
+        for position in np.ndindex(x.shape):
+            element = int(elements[position])
+            if self.graph.static(element) is not None:
+                continue
+            dtype = self.graph.dtype(element)
+            used = (
+                Scalars(np.array(self._taken[-1]), np.dtype(bool)),
+                Scalars(np.array(element), np.dtype(dtype)),
+            )
+            params = {"call": len(self.calls), "output": 0, "element": 0}
+            self.calls.append(CustomCall(_derivative_if, used))
+            elements[position] = self.graph.add(
+                "custom", dtype, (element, self._taken[-1], element), params
+            )
+        return Scalars(elements, x.dtype)
+
+
+def _derivative_if(taken: jax.Array, x: jax.Array) -> list[jax.Array]:
+    return [jax.numpy.where(taken, x, jax.lax.stop_gradient(x))]
 
 
 def _is_outside(x: Any) -> bool:

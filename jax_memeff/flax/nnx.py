@@ -188,6 +188,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             raise ValueError("inputs_k must be given if inputs_v is, got None")
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
+        self._require_features(inputs_q, inputs_k, inputs_v)
         query = self.query(inputs_q, out_sharding=qkv_sharding)
         key = self.key(inputs_k, out_sharding=qkv_sharding)
         value = self.value(inputs_v, out_sharding=qkv_sharding)
@@ -239,6 +240,19 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             for name, array in cache._asdict().items():
                 getattr(self, name)[...] = array
         return self.out(out, out_sharding=out_sharding)
+
+    def _require_features(self, *inputs: jax.Array) -> None:
+        features = {
+            "inputs_q": ("in_features", self.in_features),
+            "inputs_k": ("in_kv_features", self.in_kv_features),
+            "inputs_v": ("in_kv_features", self.in_kv_features),
+        }
+        for (name, (field, expected)), array in zip(features.items(), inputs, strict=True):
+            if jnp.shape(array)[-1:] != (expected,):
+                raise ValueError(
+                    f"{name} must have the {field} of the layer, {expected}, as last dim, got"
+                    f" shape {jnp.shape(array)}"
+                )
 
     def _cache(self) -> Cache:
         variables = [getattr(self, name) for name in Cache._fields]

@@ -228,6 +228,17 @@ def test_bad_calls_raise(api):
         apply(api, make(api, num_kv_heads=2.0), X)
 
 
+@pytest.mark.parametrize("name", ["inputs_q", "inputs_k", "inputs_v"])
+def test_nnx_layers_name_inputs_with_other_features(name):
+    layer = jax_memeff.flax.nnx.MultiHeadAttention(
+        num_heads=2, in_features=8, in_kv_features=6, decode=False, rngs=nnx.Rngs(0)
+    )
+    features = {"inputs_q": 8, "inputs_k": 6, "inputs_v": 6} | {name: 7}
+    inputs: dict[str, Any] = {key: jnp.ones((2, 4, own)) for key, own in features.items()}
+    with pytest.raises(ValueError, match=rf"{name} must have the .* got shape \(2, 4, 7\)"):
+        layer(**inputs)
+
+
 @pytest.mark.parametrize("dtype", [bool, np.int32, np.float32])
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_no_mask_needs_promotion(api, dtype):

@@ -127,6 +127,18 @@ def test_float8_saturates(per_page):
     assert keys.dtype == values.dtype == jnp.float8_e4m3fn
 
 
+def test_float8_tokens_are_divided_by_the_scale():
+    pool = jnp.zeros((1, 16, 2, 4), jnp.float8_e4m3fn)
+    scale = jnp.array([0.5, 2.0])
+    tokens = jnp.full((1, 1, 2, 4), 3.0)
+    place = jnp.array([[0]]), jnp.array([1])
+    expected, plain = append(pool, pool, tokens, tokens, *place, key_scale=scale)
+    found, unscaled = append(pool, pool, *[tokens.astype(pool.dtype)] * 2, *place, key_scale=scale)
+    assert expected[0, 0, :, 0].astype(jnp.float32).tolist() == [6, 1.5]
+    for got, want in ((found, expected), (unscaled, plain)):
+        np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+
+
 def test_latent():
     pool = jnp.zeros((2, 16, 1, 24))
     key, value = paging.append_to_pages(

@@ -77,6 +77,11 @@ def check(
                 f"{name} must hold concrete values, got a traced array; call jax_memeff.check "
                 "outside jax.jit, jax.grad and jax.vmap"
             )
+    if isinstance(jnp.zeros(()), Tracer):
+        raise TypeError(
+            "check must be called outside jax.jit, whose arrays have no values; got a call that is "
+            "being traced"
+        )
     named = dict(call.arguments)
     for name in ("return_residual", "return_max_logits"):
         named.pop(name, None)
@@ -92,7 +97,8 @@ def check(
         return
 
     prepare: Any = varlen.prepare if packed else api.prepare
-    operands: Operands = prepare(**named).operands
+    canonical = prepare(**named)
+    operands: Operands = canonical.operands
     _sinks(named["sinks"])
     in_rows, in_columns = _rows_in_use(operands, "query"), _rows_in_use(operands, "key")
     for name, array, valid in (
@@ -101,7 +107,7 @@ def check(
         ("value", operands.value, in_columns),
     ):
         host = np.asarray(array)
-        if packed:
+        if not canonical.batched:
             host, valid = host[0], valid[0]
         _refuse(name, host, ~np.isfinite(host) & valid[..., None, None], "finite")
     if operands.bias is not None:

@@ -150,9 +150,14 @@ def _new_tokens(
         if array.dtype != pool.dtype and not (
             is_float8 and jnp.issubdtype(array.dtype, jnp.floating)
         ):
+            expected, advice = (
+                # A cast to float8 would lose the range that a scale keeps.
+                (f"a float dtype, because {name}_pages is {pool.dtype}", "'float32'")
+                if is_float8
+                else (f"the dtype of {name}_pages, {pool.dtype}", f"{name}_pages.dtype")
+            )
             raise TypeError(
-                f"{name} must have the dtype of {name}_pages, {pool.dtype}, got {array.dtype}; "
-                f"pass {name}.astype({name}_pages.dtype)"
+                f"{name} must have {expected}, got {array.dtype}; pass {name}.astype({advice})"
             )
         if array.shape[-2:] != pool.shape[2:]:
             raise ValueError(
@@ -180,8 +185,8 @@ def _places(
 
 
 def _as_stored(x: jax.Array, scale: jax.Array | None, page: jax.Array, dtype: Any) -> jax.Array:
-    """New tokens in the dtype of the pool."""
-    if x.dtype == dtype:
+    """New tokens in the dtype of the pool, divided by their scale."""
+    if x.dtype == dtype and scale is None:
         return x
     wide = x.astype(jnp.float32)
     if scale is not None:

@@ -108,3 +108,17 @@ def test_check_accepts_valid_arguments():
 def test_check_is_eager():
     with pytest.raises(TypeError, match=r"query must hold concrete values.*outside jax\.jit"):
         jax.jit(jax_memeff.check)(*good().values())
+
+
+def test_check_of_constants_is_eager():
+    x = zeros(B, T, N, H)
+    with pytest.raises(TypeError, match=r"check must be called outside jax\.jit"):
+        jax.jit(lambda slope: jax_memeff.check(x, x, x, score_mod=lambda s, b, h, q, k: s * slope))(
+            1.0
+        )
+
+
+def test_indices_of_arrays_without_a_batch_dim():
+    query, key = changed(zeros(T, N, H), (2, 1, 3), np.nan), zeros(S, K, H)
+    with pytest.raises(ValueError, match=r"query .* at index \(2, 1, 3\) of shape"):
+        jax_memeff.check(query, key, key)

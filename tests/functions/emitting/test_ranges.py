@@ -107,3 +107,44 @@ def test_sums_of_other_floats_are_not_widened():
     tile, one = Range(jnp.float32(1), jnp.float32(3)), Range.exact(jnp.float32(1))
     found = applied(Value("sub", "float32"), [tile, one], [None, 1.0])
     assert (found.low, found.high) == (0, 2)
+
+
+LAST_BITS = {
+    "quotient": (lambda x, y, h, k: jnp.floor(k / 41.0) == 1, range(64, 83)),
+    "quotient of an element": (lambda x, y, h, k: k / 41.0 < 2, [82]),
+    "product of an element": (lambda x, y, h, k: y[h] * x[k] - ROUNDED <= 0, [2]),
+    "exponential": (lambda x, y, h, k: jnp.exp(x[k]) <= np.exp(np.float32(FACTOR)), [2]),
+}
+"""Functions with the columns of a tile. The last column is valid in XLA or in kernels, not both."""
+
+
+@pytest.mark.parametrize("name", LAST_BITS)
+def test_bounds_decide_nothing_by_the_last_bits_of_a_float(name):
+    mask, columns = LAST_BITS[name]
+    x, y = jnp.array([1.0, 1.0, FACTOR]), jnp.array([FACTOR])
+    program, arrays = traced_mask_function(lambda b, h, q, k: mask(x, y, h, k))
+
+    @jax.jit  # XLA replaces only divisions by constants, which eager calls do not have
+    def decided(first, last):
+        exact = len(columns) == 1
+        key = Range.exact(first) if exact else Range(first, last, len(columns) - 1)
+        zero = Range.exact(jnp.int32(0))
+        inputs = {"batch": zero, "head": zero, "query": zero, "key": key}
+        found = evaluate(program, inputs, [Captured(array[None], None) for array in arrays])
+        return found.low, found.high
+
+    low, high = decided(*(jnp.int32(column) for column in (columns[0], columns[-1])))
+    assert not low, "all elements are valid"
+    assert high, "no element is valid"
+
+
+@pytest.mark.parametrize("name", ["k / 32 < 2", "2 * k - 126 < 1"])
+def test_bounds_decide_by_products_with_powers_of_two(name):
+    mask = {
+        "k / 32 < 2": lambda b, h, q, k: k / 32 < 2,
+        "2 * k - 126 < 1": lambda b, h, q, k: 2.0 * k - 126 < 1,
+    }[name]
+    program, _ = traced_mask_function(mask)
+    zero = Range.exact(jnp.int32(0))
+    inputs = {"batch": zero, "head": zero, "query": zero, "key": Range.exact(jnp.int32(63))}
+    assert evaluate(program, inputs, []).low

@@ -54,8 +54,10 @@ class Range(NamedTuple):
 
     def unrounded(self) -> Range:
         """The range of a product of floats before it is rounded; other ranges unchanged."""
-        if not self.is_product:
-            return self
+        return self.widened() if self.is_product else self
+
+    def widened(self) -> Range:
+        """The range of floats whose last bits are unknown."""
         low = self.low - jnp.abs(self.low) * MORE_THAN_ROUNDING
         high = self.high + jnp.abs(self.high) * MORE_THAN_ROUNDING
         return Range(low, high)
