@@ -143,9 +143,9 @@ struct ForwardParams {
   TensorView key;
   TensorView value;
   TensorView out;
-  float* logsumexp;          // [B, N, T] or [N, tokens], natural logarithm
-  float* partial_logsumexp;  // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh;
-                             // latent calls: see schedule/balanced_keys.cuh
+  float* logsumexp;           // [B, N, T] or [N, tokens], natural logarithm
+  float* partial_logsumexp;   // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh;
+                              // latent calls: see schedule/balanced_keys.cuh
   float* partial_out;         // the same rows, [padded value dim] each
   int splits;                 // of the keys; 1 means no partial results
   bool keeps_gaps;            // tokens of no sequence keep their results
