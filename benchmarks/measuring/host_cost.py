@@ -174,12 +174,16 @@ def function_compile(peers: Sequence[Peer]) -> dict[str, Any]:
 
 
 def block_mask(peers: Sequence[Peer]) -> dict[str, Any]:
-    """Device seconds for the block masks of a mask function in both directions, by cell."""
+    """Device seconds for the block masks of a mask function in both directions, by cell. Programs
+    hold those of functions without arrays as constants.
+    """
     rows: dict[str, Any] = {}
     for cell in functions():
         if cell.function not in _MASK_FUNCTIONS or cell.query_length < _BLOCK_MASK_LENGTH:
             continue
         mask = in_jax.arguments(cell, cell_inputs.make(cell))["mask"]
+        if not mask.captured:
+            continue
         positions = [jnp.int32(place) for place in range(_BLOCK_MASKS_AT_ONCE)]
         outcome = measure(
             {"both": _JittedCall(functools.partial(_block_masks, cell), mask, positions)},

@@ -1,15 +1,18 @@
 """The block masks that kernels read.
 
-ffi/include/memeff/mask/block_mask.cuh documents the layout. Block masks are small, and XLA computes
-them before a kernel.
+ffi/include/memeff/mask/block_mask.cuh documents the layout. Block masks are small. XLA computes
+them before a kernel, unless they are the same in each call.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_memeff._call.divisors import broadcastable, conjunction
@@ -30,6 +33,9 @@ _LINE_BYTES = 8
 _MOST_TILES_OF_SEQUENCES = 2**24
 """Each packed sequence gets as many tiles as the longest sequence that the call allows. With more
 tiles than this in total, every tile is SOME, and kernels test every element."""
+
+_MOST_CONSTANT_BYTES = 2**20
+"""The largest block mask that a program holds as a constant: 160,000 tokens at head dim 64."""
 
 
 def lines(
@@ -84,6 +90,37 @@ def lines(
         levels = jnp.full((1, 1, *tiling.counts), block_mask.SOME, jnp.uint8)
     levels = _of_whole_tiles(levels, tile.parts)
     return _with_ranges(levels if tile.lines == "queries" else levels.swapaxes(2, 3))
+
+
+@functools.lru_cache(maxsize=128)
+def constant_lines(
+    mask: Mask, tile: BlockMask, scores: tuple[int, int, int, int]
+) -> np.ndarray | None:
+    """``lines`` for a mask without arrays. Layers with the same mask compute them once.
+
+    None if the mask depends on the batch or head index, if the result is large, or if
+    ``JAX_PLATFORMS`` excludes the CPU, which computes it.
+
+    >>> window = Mask.function(lambda b, h, q, k: q - k < 2).canonical(1, 4, 4)
+    >>> constant_lines(window, BlockMask("queries", 2, 2), (1, 1, 4, 4))[0, 0, :, 8:10]
+    array([[1, 1],
+           [2, 1]], dtype=uint8)
+    """
+    (program,) = mask.functions
+    if {"batch", "head"} & program.dependence(program.results[0]):
+        return None
+    unread: Any = np.zeros(1, np.int32)
+    own = functools.partial(
+        lines, mask, FunctionState(unread, unread), None, tile, scores, Divisors()
+    )
+    if jax.eval_shape(own).size > _MOST_CONSTANT_BYTES:
+        return None
+    try:
+        (cpu, *_) = jax.local_devices(backend="cpu")
+    except RuntimeError:
+        return None
+    with jax.default_device(cpu):
+        return jax.device_get(jax.jit(own)())
 
 
 def _of_conditions(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import cuda_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_case import Case
 
-from jax_memeff import Mask
+from jax_memeff import Mask, dot_product_attention
 from jax_memeff._call import functions
 from jax_memeff._call.mask import block_mask
 from jax_memeff._call.mask.expression import Frame, compiled
@@ -201,3 +202,57 @@ def test_a_block_mask_of_many_sequences_is_small(monkeypatch):
     tile = BlockMask("queries", QUERY, KEY)
     assert (packed_tiles(PACKED_MASKS["function"], tile) == SOME).all()
     assert (packed_tiles(PACKED_MASKS["segments"], BlockMask("queries", 96, 96)) != SOME).any()
+
+
+WINDOW = Mask.function(lambda b, h, q, k: (q - k < 100) & (k <= q)).canonical(B, T, S)
+OF_HEADS = Mask.function(lambda b, h, q, k: q - k < 100 * h).canonical(B, T, S)
+
+
+@pytest.fixture
+def no_cached_masks():
+    block_masks.constant_lines.cache_clear()
+    yield
+    block_masks.constant_lines.cache_clear()
+
+
+@pytest.mark.parametrize("rows", ["queries", "keys"])
+def test_a_constant_block_mask_equals_a_computed_one(rows):
+    tile, scores = BlockMask(rows, QUERY, KEY), (B, N, T, S)
+    state = functions.state(B, N)
+    computed = jax.jit(lambda: block_masks.lines(WINDOW, state, None, tile, scores, Divisors()))()
+    np.testing.assert_array_equal(block_masks.constant_lines(WINDOW, tile, scores), computed)
+    assert block_masks.constant_lines(OF_HEADS, tile, scores) is None
+
+
+@pytest.mark.usefixtures("no_cached_masks")
+def test_large_block_masks_are_computed(monkeypatch):
+    monkeypatch.setattr(block_masks, "_MOST_CONSTANT_BYTES", 10)
+    tile = BlockMask("queries", QUERY, KEY)
+    assert block_masks.constant_lines(WINDOW, tile, (B, N, T, S)) is None
+
+
+@pytest.mark.usefixtures("no_cached_masks")
+def test_without_the_cpu_block_masks_are_computed(monkeypatch):
+    def no_cpu(backend):
+        raise RuntimeError(f"unknown backend {backend}")
+
+    monkeypatch.setattr(jax, "local_devices", no_cpu)
+    tile = BlockMask("queries", QUERY, KEY)
+    assert block_masks.constant_lines(WINDOW, tile, (B, N, T, S)) is None
+
+
+@pytest.mark.usefixtures("hopper", "fake_compiler")
+def test_calls_compute_no_block_mask_of_positions():
+    def reductions(function):
+        def call(query, key, value):
+            mask = Mask.function(function)
+            return dot_product_attention(query, key, value, mask=mask, implementation="cuda")
+
+        return cuda_programs.lower(call, *cuda_programs.shapes(T=4096, S=4096, N=32)).count(
+            "stablehlo.reduce"
+        )
+
+    firsts = jnp.arange(2)
+    assert reductions(lambda b, h, q, k: q - k < 9) == 0
+    assert reductions(lambda b, h, q, k: q - k < firsts[b]) > 0
+    assert reductions(lambda b, h, q, k: q - k < 9 * h) > 0

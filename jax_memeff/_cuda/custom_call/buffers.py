@@ -82,7 +82,7 @@ def of_operands(
             buffers.append(Buffer(name, *types, *arrays))
     if has_functions:
         bits = functions.literals(separate(avals), options)
-        buffers.append(computed(ctx, "function_literals", lambda: jnp.asarray(bits), (), ()))
+        buffers.append(constant(ctx, "function_literals", np.asarray(bits)))
     return buffers
 
 
@@ -122,16 +122,16 @@ def of_block_masks(
         mask, functions, position, sequences = jax.tree.unflatten(structure, values)
         return block_masks.lines(mask, functions, position, tile, avals.scores, shared, sequences)
 
-    return [
-        computed(
-            ctx,
-            block_mask.name,
-            functools.partial(lines, tile=block_mask),
-            arrays,
-            jax.tree.leaves(parts(operands)),
-        )
-        for block_mask in sorted(maps)
-    ]
+    def buffer(tile: BlockMask) -> Buffer:
+        mask, _, *others = parts(avals)
+        if not jax.tree.leaves((mask, others)):
+            known = block_masks.constant_lines(mask, tile, avals.scores)
+            if known is not None:
+                return constant(ctx, tile.name, known)
+        own = functools.partial(lines, tile=tile)
+        return computed(ctx, tile.name, own, arrays, jax.tree.leaves(parts(operands)))
+
+    return [buffer(tile) for tile in sorted(maps)]
 
 
 def of_workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:
@@ -159,7 +159,11 @@ def constant_range(ctx: mlir.LoweringRuleContext, name: str, size: int) -> Buffe
     """int32[1, size], the numbers from 0 on. XLA would replace an array of rank 1 by an iota, which
     it computes in a kernel.
     """
-    numbers = np.arange(size, dtype=np.int32)[None]
+    return constant(ctx, name, np.arange(size, dtype=np.int32)[None])
+
+
+def constant(ctx: mlir.LoweringRuleContext, name: str, numbers: np.ndarray) -> Buffer:
+    """A buffer that the program holds."""
     return computed(ctx, name, lambda: jnp.asarray(numbers), (), ())
 
 
