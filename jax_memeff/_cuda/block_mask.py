@@ -6,8 +6,10 @@ them before a kernel, unless they are the same in each call.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -115,12 +117,20 @@ def constant_lines(
     )
     if jax.eval_shape(own).size > _MOST_CONSTANT_BYTES:
         return None
+    # Contexts of the caller do not apply to another thread. In that of a mesh, all devices of the
+    # mesh would compute, also those of other processes.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(_on_cpu, own).result()
+
+
+def _on_cpu(function: Callable[[], jax.Array]) -> np.ndarray | None:
+    """The result, or None if JAX does not use the CPU."""
     try:
         (cpu, *_) = jax.local_devices(backend="cpu")
     except RuntimeError:
         return None
     with jax.default_device(cpu):
-        return jax.device_get(jax.jit(own)())
+        return jax.device_get(jax.jit(function)())
 
 
 def _of_conditions(

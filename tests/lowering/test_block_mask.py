@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_case import Case
+from jax.sharding import AxisType
 
 from jax_memeff import Mask, dot_product_attention
 from jax_memeff._call import functions
@@ -222,6 +223,23 @@ def test_a_constant_block_mask_equals_a_computed_one(rows):
     computed = jax.jit(lambda: block_masks.lines(WINDOW, state, None, tile, scores, Divisors()))()
     np.testing.assert_array_equal(block_masks.constant_lines(WINDOW, tile, scores), computed)
     assert block_masks.constant_lines(OF_HEADS, tile, scores) is None
+
+
+@pytest.mark.usefixtures("no_cached_masks")
+def test_the_devices_of_a_mesh_do_not_compute_a_constant_block_mask(monkeypatch):
+    """They may be those of other processes."""
+    computed = []
+
+    def on_devices(array):
+        computed.append(array.devices())
+        return np.asarray(array)
+
+    monkeypatch.setattr(jax, "device_get", on_devices)
+    first, second, *_ = jax.devices("cpu")
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=[second])
+    with jax.set_mesh(mesh):
+        block_masks.constant_lines(WINDOW, BlockMask("queries", QUERY, KEY), (B, N, T, S))
+    assert computed == [{first}]
 
 
 @pytest.mark.usefixtures("no_cached_masks")
