@@ -133,14 +133,15 @@ def latent() -> list[Step]:
         (128, 32768),
     )
     dims: Any = {"head_dim": 576, "value_dim": 512, "is_latent": True}
+    calls = ("pages64", "invariant")
     steps = [
-        Step("latent", (length,) * batch, (1,) * batch, heads, 1, ("pages64",), **dims)
+        Step("latent", (length,) * batch, (1,) * batch, heads, 1, calls, **dims)
         for heads in (128, 16)
         for batch, length in shapes
     ]
     uneven = (65536, *[1024] * 63)
     label = "B64 N128 S65536 and 63 x 1024"
-    return [*steps, Step("latent", uneven, (1,) * 64, 128, 1, ("pages64",), label=label, **dims)]
+    return [*steps, Step("latent", uneven, (1,) * 64, 128, 1, calls, label=label, **dims)]
 
 
 def tiny() -> list[Step]:
@@ -152,7 +153,7 @@ def tiny() -> list[Step]:
         Step("decode", (64, 64), (1, 1), 4, 2, peers + PAGED, **dims),
         Step("prompts", (40, 40), (40, 40), 4, 2, ("memeff_xla", "pages64", "pages16"), **dims),
         Step("ragged", (70, 9, 40), (1, 1, 40), 4, 2, mixed, label="1 and 40", **dims),
-        Step("latent", (70, 9), (1, 1), 16, 1, ("pages64",), 32, 16, is_latent=True),
+        Step("latent", (70, 9), (1, 1), 16, 1, ("pages64", "invariant"), 32, 16, is_latent=True),
     ]
 
 

@@ -116,17 +116,26 @@ def _ragged(steps: list[Mapping[str, Any]]) -> list[str]:
 def _latent(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list[str]:
     copy, rows = document["device"]["copy_bytes_per_second"], []
     for step in steps:
-        record = step["results"].get("pages64", {})
-        figures = [_MISSING] * 4
+        record, invariant = (step["results"].get(name, {}) for name in ("pages64", "invariant"))
+        figures = [_MISSING] * 5
         if "seconds" in record:
             rate = record["bytes_per_second"]
             figures = [f"{1e6 * record['seconds']:.0f}", f"{record['tflops']:.0f}"]
-            figures += [f"{rate / 1e12:.2f}", f"{rate / copy:.2f}"]
+            figures += [f"{rate / 1e12:.2f}", f"{rate / copy:.2f}", _MISSING]
+        if "seconds" in record and "seconds" in invariant:
+            figures[-1] = f"{record['seconds'] / invariant['seconds']:.2f}"
         rows.append([step["name"], *figures])
-    header = ["", "µs", "TFLOP/s", "TB/s of keys", "of the copy's rate"]
+    header = [
+        "",
+        "µs",
+        "TFLOP/s",
+        "TB/s of keys",
+        "of the copy's rate",
+        "batch-invariant, relative",
+    ]
     return [
         "### Latent attention\n\nOne new token for each sequence, 576 columns of keys of which 512 "
-        "are values.",
+        "are values. The last column is the speed of a batch-invariant call relative to this one.",
         table(header, rows),
     ]
 

@@ -202,4 +202,6 @@ def test_block_masks_of_functions_are_timed(modules, monkeypatch):
     monkeypatch.setattr(host_cost, "_BLOCK_MASK_LENGTH", 96)
     monkeypatch.setattr(host_cost, "_BATCH_SECONDS", 1e-3)
     rows = host_cost.block_mask(())
-    assert len(rows) == 2 and all(row["seconds"] > 0 for row in rows.values())
+    # A program holds the block mask of a window as a constant.
+    (name,) = rows
+    assert "documents" in name and rows[name]["seconds"] > 0
