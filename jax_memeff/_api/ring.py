@@ -326,7 +326,7 @@ def _no_positions(axis_name: AxisName, offsets: Offsets | None) -> None:
         position = getattr(offsets, name, 0)
         if getattr(position, "ndim", 0) or isinstance(position, jax.Array) or position != 0:
             raise ValueError(
-                f"offsets.{name}: expected 0, got {position}; the place in the ring over axis "
+                f"offsets.{name}: expected 0, got {position}; the device's index along axis "
                 f"{axis_name!r} sets the positions"
             )
 
