@@ -94,7 +94,8 @@ def _how_to_read() -> list[str]:
         f"element of a full one. The pictures have {_MASK_SHAPE.length} columns and tiles of "
         f"{_TILE} x {_TILE}. The tiles of kernels are larger: `mask.show(T)` draws tiles of "
         "128 x 128, and `jax_memeff.picture` those of the kernel that a call gets. Pictures of "
-        "scores have blue for low and red for high scores, and gray for masked ones.",
+        "scores show low scores in blue, high ones in red, and masked ones in gray. Speeds are "
+        "relative: above 1, the call with the function or mask is faster.",
     ]
 
 

@@ -329,29 +329,29 @@ def _parser() -> argparse.ArgumentParser:
             )
         return added
 
-    add("doctor", _doctor, "what works on this machine, what is missing, and what to do next")
+    add("doctor", _doctor, "report what works here, what is missing, and what to do next")
 
-    info = add("info", _info, "versions of the toolchain, devices, and the kernel cache")
+    info = add("info", _info, "show versions of the toolchain, devices, and the kernel cache")
     info.add_argument("--timings", action="store_true", help="also time a compile and a cache hit")
 
-    add("kernels", _kernels, "every kernel that build --all compiles, one per line")
+    add("kernels", _kernels, "list every kernel that build --all compiles, one per line")
 
-    explain = add("explain", _explain, "which kernel a problem gets, and why not the others")
+    explain = add("explain", _explain, "show which kernel serves a problem, and why others do not")
     explain.add_argument(
-        "--direction", choices=DIRECTIONS, default="forward", help="tangent is jvp"
+        "--direction", choices=DIRECTIONS, default="forward", help="tangent: forward mode (jvp)"
     )
     explain.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES, required=True)
     _add_dims(explain, required=True)
     explain.add_argument(
-        "--seq", type=argument_types.size, help="rows and columns, to draw the tiles"
+        "--seq", type=argument_types.size, help="query and key length: draws the tiles"
     )
     explain.add_argument(
         "--query-rows",
         choices=QUERY_ROWS,
-        help="few queries: the rows of a tile that hold them; the keys are split",
+        help="few queries: split keys over CTAs, in tiles of so many rows, or over consumer groups",
     )
     explain.add_argument(
-        "--split-q", action="store_true", help="few keys: CTAs of a backward share a KV block"
+        "--split-q", action="store_true", help="few KV blocks: CTAs of a backward share each one"
     )
     for feature in FEATURES:
         feature.add_flags(explain)
@@ -364,18 +364,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     build.add_argument("--dtype", type=argument_types.dtype, choices=SPEC_DTYPES)
     _add_dims(build, required=False)
-    build.add_argument("--all", action="store_true", help="all dtypes and head dims, unless named")
+    build.add_argument("--all", action="store_true", help="all dtypes and dims, unless named")
     build.add_argument(
         "--models",
         metavar="NAMES",
-        help="the kernels of models, such as llama,gemma,gpt-oss: training, prompts and decoding",
+        help="the kernels for training, prompts and decoding of models such as llama,gemma,gpt-oss",
     )
     build.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="FILE",
-        help="also write them to an archive, which JAX_MEMEFF_KERNELS may name",
+        help="also write the kernels to this archive, for JAX_MEMEFF_KERNELS",
     )
     for feature in FEATURES:
         feature.add_flags(build)
@@ -384,8 +384,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument(
-        "--head-dim", type=argument_types.size, required=required, help="of query and key"
+        "--head-dim", type=argument_types.size, required=required, help="head dim of query and key"
     )
     parser.add_argument(
-        "--value-dim", type=argument_types.size, help="of value; default: the head dim"
+        "--value-dim", type=argument_types.size, help="head dim of value; default: --head-dim"
     )

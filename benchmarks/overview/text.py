@@ -25,9 +25,9 @@ def text(rows: Sequence[Row], picture: str) -> str:
     period = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "never"
     devices = ", ".join(dict.fromkeys(row.device for row in rows))
     first = (
-        f"{devices}, measured {period}: {len(cells)} figures, each beside the fastest peer of its "
-        f"cell. jax-memeff is as fast or faster in {len(cells) - len(slower)}, and slower in "
-        f"{len(slower)}."
+        f"{devices}, measured {period}: {len(cells)} figures, each compared with the fastest peer "
+        f"of its cell. jax-memeff is as fast or faster in {len(cells) - len(slower)}, and slower "
+        f"in {len(slower)}. Ratios above 1 mean that jax-memeff is faster."
     )
     parts = [first, f"![{ALTERNATIVE}]({picture})", _groups(rows), _peers(rows)]
     if slower:
@@ -36,9 +36,9 @@ def text(rows: Sequence[Row], picture: str) -> str:
 
 
 def _groups(rows: Sequence[Row]) -> str:
-    header = ["speed of ours / fastest peer"]
+    header = ["speed of jax-memeff / fastest peer"]
     for direction in DIRECTIONS:
-        header += [plots.TITLES[direction].lower(), "least", "slower"]
+        header += [f"{plots.TITLES[direction].lower()}: geometric mean", "minimum", "slower cells"]
     lines = []
     for row in rows:
         line = [_named(row.title, row, rows)]
@@ -66,7 +66,7 @@ def _peers(rows: Sequence[Row]) -> str:
     for row in rows:
         titles.setdefault(frozenset(row.peers), []).append(_named(row.title, row, rows))
     lines = [f"- {', '.join(sorted(peers))}: {'; '.join(own)}" for peers, own in titles.items()]
-    return "\n".join(["The peers that have figures:\n", *lines])
+    return "\n".join(["These peers have figures:\n", *lines])
 
 
 def _losses(rows: Sequence[Row]) -> str:
@@ -82,4 +82,6 @@ def _losses(rows: Sequence[Row]) -> str:
         ]
         for cell, row in sorted(found, key=lambda pair: pair[0].ratio)
     ]
-    return table(["cell", "direction", "ratio", "fastest peer", "measured"], lines)
+    return table(
+        ["cell", "direction", "speed of jax-memeff / peer", "fastest peer", "measured"], lines
+    )

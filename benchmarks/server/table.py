@@ -76,11 +76,11 @@ def _decode(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list
         ratios.append([step["name"], *speeds])
     copy = document["device"]["copy_bytes_per_second"] / 1e12
     return [
-        "### Decode steps\n\nOne new token for each sequence: TB/s of keys and values, which are "
-        "read once. Pages are in random order; peers read contiguous keys. Negating an array reads "
-        f"and writes {copy:.3g} TB/s.",
+        "### Decode steps\n\nEach sequence has one new token. The figures are TB/s of keys and "
+        "values, which are read once. Pages are in random order; peers read contiguous keys. "
+        f"Negating an array reads and writes {copy:.3g} TB/s.",
         table(["TB/s", *(labels[name] for name in names)], rates),
-        "Speed relative to pages of 64, in steps a second:",
+        "Speed relative to pages of 64, in steps per second; above 1 is faster:",
         table(["", *(labels[name] for name in _RELATIVE)], ratios),
     ]
 
@@ -130,12 +130,13 @@ def _latent(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list
         "µs",
         "TFLOP/s",
         "TB/s of keys",
-        "of the copy's rate",
-        "batch-invariant, relative",
+        "fraction of the copy's rate",
+        "batch-invariant, relative speed",
     ]
     return [
-        "### Latent attention\n\nOne new token for each sequence, 576 columns of keys of which 512 "
-        "are values. The last column is the speed of a batch-invariant call relative to this one.",
+        "### Latent attention\n\nEach sequence has one new token. Keys have 576 columns, of which "
+        "512 are values. The last column is the speed of a batch-invariant call divided by that of "
+        "this one.",
         table(header, rows),
     ]
 

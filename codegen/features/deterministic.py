@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Deterministic(Feature[bool, bool]):
-    """CTAs that add to one gradient wait for each other, so that the order of the sum is fixed.
+    """Fixes the order of sums: CTAs that add to one gradient wait for each other.
 
     Kernels whose sums have a fixed order anyway are compiled without this feature.
     """

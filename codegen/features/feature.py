@@ -1,4 +1,4 @@
-"""One feature and everything about it. Everything that lists features loops over these objects."""
+"""One feature and everything about it. All code that lists features loops over these objects."""
 
 from __future__ import annotations
 
@@ -92,10 +92,11 @@ class SupportRow(NamedTuple):
 
 
 class Feature(Generic[Asked, Compiled]):
-    """Something that a call may ask for besides attention itself. ``Asked`` is the type of its
-    value in a problem, ``Compiled`` the type of its value in a kernel.
+    """A feature: something that a call may ask for besides attention itself. ``Asked`` is the type
+    of its value in a problem, ``Compiled`` the type of its value in a kernel.
 
-    Subclasses override what differs from a feature that changes no kernel.
+    Subclasses override what differs from a feature that changes no kernel. "It" and "its" in the
+    descriptions below refer to the feature.
     """
 
     name: str
@@ -177,11 +178,11 @@ class Feature(Generic[Asked, Compiled]):
         return ()
 
     def family_reasons(self, problem: Problem) -> list[str]:
-        """Why no kernel serves the problem."""
+        """Reasons why no kernel serves the problem."""
         return []
 
     def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
-        """Why a kernel does not serve the problem."""
+        """Reasons why a kernel does not serve the problem."""
         return []
 
     def needs_registers(self, spec: KernelSpec) -> bool:
@@ -197,7 +198,7 @@ class Feature(Generic[Asked, Compiled]):
         return ()
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Its flags of ``python -m jax_memeff explain``."""
+        """Adds its flags to ``python -m jax_memeff explain`` and ``build``."""
 
     def from_flags(self, flags: argparse.Namespace) -> Asked:
         """Its value for these flags."""
@@ -262,7 +263,7 @@ class Flag(Feature[bool, bool]):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         flag = f"--{self.name.replace('_', '-')}"
-        parser.add_argument(flag, action="store_true", help=self.title)
+        parser.add_argument(flag, action="store_true", help=self.support[0].title)
 
     def from_flags(self, flags: argparse.Namespace) -> bool:
         return getattr(flags, self.name)

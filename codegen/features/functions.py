@@ -333,8 +333,8 @@ def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
 
 
 def _digest(functions: AskedFunctions) -> str:
-    """Eight letters that stand for the programs in names of kernels. If two digests collide, the
-    sources still tell the kernels apart."""
+    """Eight letters that identify the programs in names of kernels. If two digests collide, the
+    sources of the kernels still differ."""
     return hashlib.sha256(repr(functions).encode()).hexdigest()[:8]
 
 

@@ -66,7 +66,7 @@ class Mask(Feature[MaskKind, MaskKind]):
         if spec[self] != problem[self]:
             reasons.append(f"its mask is {spec[self]}, not {problem[self]}")
         if spec[self] not in spec.tile.masks:
-            reasons.append(f"its tile is not for the mask {spec[self]}")
+            reasons.append(f"its tile does not support the mask {spec[self]}")
         return reasons
 
     def asked_by(self, call: Any) -> MaskKind:

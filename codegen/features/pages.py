@@ -199,11 +199,11 @@ class Pages(Feature[AskedPages, CompiledPages]):
 
     def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
         if spec[self] != self.compiled(problem, spec.kernel):
-            return ["it is compiled for other pages"]
+            return ["it is compiled for a different kind of pages"]
         if spec[self].size and not spec.kernel.reads_pages:
             return ["it has no paged keys"]
         if problem[self].is_latent and not spec.kernel.reads_latent:
-            return [f"it reads values from an array of their own: {_XLA}"]
+            return [f"it reads values from a separate array: {_XLA}"]
         if spec.kernel.reads_latent and not problem[self].is_latent:
             return ["its values are columns of the keys"]
         if spec[self].is_float8 and not spec.kernel.reads_float8_pages:

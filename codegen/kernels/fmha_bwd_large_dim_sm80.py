@@ -31,7 +31,7 @@ _SMALL = LargeDimTile(
     128,
     8,
     1,
-    "97 KB; with 128 queries modifiers spill up to 900 bytes, here pointers, between products",
+    "97 KB; modifiers spill pointers between products, with 128 queries up to 900 bytes",
     chunk=256,
     spill_bytes=24,
 )
@@ -42,7 +42,7 @@ _SM80 = {
             128,
             8,
             1,
-            "130 KB of 163 KB: square, as S and dP read both operands",
+            "130 KB of 163 KB: square, because S and dP read both operands",
             modifiers=(),
             chunk=256,
             spill_bytes=24,
@@ -57,8 +57,8 @@ _F32 = {
             128,
             8,
             1,
-            "113 KB; with 128 queries modifiers spill up to 220 bytes, here pointers if a vmap "
-            "broadcasts, between products",
+            "113 KB; if a vmap broadcasts, pointers spill between products; with 128 queries "
+            "modifiers spill up to 220 bytes",
             chunk=128,
             spill_bytes=12,
         ),

@@ -64,14 +64,14 @@ _SM75 = {
 
 _SM80 = {
     32: (
-        Tile(128, 128, 8, 1, "as 64: a square tile reads dQ least often", modifiers=()),
-        Tile(64, 128, 8, 1, "as 64 with modifiers"),
+        Tile(128, 128, 8, 1, "as at head dim 64: a square tile reads dQ least often", modifiers=()),
+        Tile(64, 128, 8, 1, "as at head dim 64 with modifiers"),
     ),
     64: (
         Tile(128, 128, 8, 1, "144 KB of 163 KB with two query tiles", modifiers=()),
         Tile(64, 128, 8, 1, "with 128 queries soft cap spills 220 bytes"),
     ),
-    96: (Tile(64, 128, 8, 1, "as 128: the long key tile halves the passes over dQ"),),
+    96: (Tile(64, 128, 8, 1, "as at head dim 128: the long key tile halves the passes over dQ"),),
     128: (
         Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 queries need 240 KB", modifiers=()),
         Tile(64, 64, 8, 1, "with 128 keys soft cap, bias and random bits spill 24 bytes"),
@@ -81,7 +81,7 @@ _SM80 = {
 }
 
 _SM86 = {
-    32: (Tile(64, 128, 8, 1, "as 64"),),
+    32: (Tile(64, 128, 8, 1, "as at head dim 64"),),
     64: (
         Tile(64, 128, 8, 1, "89 KB of 99 KB; 128 query rows would need 144 KB"),
         Tile(64, 64, 8, 1, "with a bias: 66 or 75 KB of 99 KB"),

@@ -68,7 +68,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             128,
             2,
-            "as 64",
+            "as at head dim 64",
             masks=("none", "causal"),
             tma_dq=True,
             exponentiates_under_dp=True,
@@ -134,7 +134,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             modifiers=modifiers("bias"),
         ),
     ),
-    80: (Tile(64, 128, 3, "as 96", tma_dq=True, exponentiates_under_dp=True),),
+    80: (Tile(64, 128, 3, "as at head dim 96", tma_dq=True, exponentiates_under_dp=True),),
     96: (
         Tile(
             64,

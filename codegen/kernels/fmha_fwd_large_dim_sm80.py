@@ -32,7 +32,7 @@ _SMALL = LargeDimTile(
     128,
     8,
     1,
-    "98 KB; half the score accumulators, as modifiers need",
+    "98 KB; half the score accumulators, because modifiers need registers",
     chunk=256,
     spill_bytes=16,
 )

@@ -62,9 +62,9 @@ SMALL_GROUP, SHORT_SEGMENT_KEYS, LONG_SEGMENT_KEYS = 16, 256, 1024
 """Batch-invariant results have short segments if at most this many query heads share a key head,
 else long ones.
 
-A row tile takes 3300 cycles for 64 keys and 5500 to store 64 rows, but a small group fills a
-quarter of them in a decode step. Hazard: the length must depend on nothing that differs between
-calls with the same token, because the bits depend on it.
+A row tile takes 3300 cycles for 64 keys and 5500 to store 64 rows, but in a decode step a small
+group fills only a quarter of these rows. Hazard: the length must depend on nothing that differs
+between calls with the same token, because the bits depend on it.
 """
 
 _WEIGHT_SUM_NUMBERS = 2

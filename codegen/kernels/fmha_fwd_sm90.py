@@ -67,7 +67,7 @@ _GROUPS = Tile(
     consumer_groups=2,
 )
 _SHORT_GROUPS = dataclasses.replace(
-    _GROUPS, key=64, reason="as 64; a consumer group has two buffers of its own"
+    _GROUPS, key=64, reason="as at head dim 64; a consumer group has two buffers of its own"
 )
 
 TILES: Mapping[int, Sequence[Tile]] = {
@@ -109,7 +109,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             masks=("none", "causal"),
             output_first=True,
         ),
-        Tile(128, 128, 2, "as 128", modifiers=_NO_BOOLEAN),
+        Tile(128, 128, 2, "as at head dim 128", modifiers=_NO_BOOLEAN),
     ),
     128: (
         _SHORT_GROUPS,
@@ -210,14 +210,18 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
             192,
             128,
             2,
-            "as 64; 292 TFLOP/s at T 4096 on an H200, with exponentials under the product 282. "
-            "Features are not measured",
+            "as at head dim 64; 292 TFLOP/s at T 4096 on an H200, with exponentials under the "
+            "product 282. Features are not measured",
             masks=("none", "causal"),
             output_first=True,
         ),
     ),
-    (48, 48): (Tile(192, 128, 2, "as 64", masks=("none", "causal"), output_first=True),),
-    (80, 80): (Tile(192, 112, 2, "as 96", masks=("none", "causal"), output_first=True),),
+    (48, 48): (
+        Tile(192, 128, 2, "as at head dim 64", masks=("none", "causal"), output_first=True),
+    ),
+    (80, 80): (
+        Tile(192, 112, 2, "as at head dim 96", masks=("none", "causal"), output_first=True),
+    ),
     (160, 160): (
         Tile(
             128,
@@ -246,9 +250,9 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
 """By the padded head dims of query and value. They are tried before those of ``TILES``."""
 
 ALIGNED_DIMS = (160,)
-"""Padded head dims whose tiles have panels of 64 bytes, while those of the next wider ones have
-128. At head dim 152, whose rows are not multiples of 32 bytes, the wider one is faster: 495 rather
-than 411 TFLOP/s at T 4096 on an H200.
+"""Padded head dims whose tiles have panels of 64 bytes, while those of the next larger dims have
+128. At head dim 152, whose rows are not multiples of 32 bytes, the tile of the larger dim is
+faster: 495 rather than 411 TFLOP/s at T 4096 on an H200.
 """
 
 

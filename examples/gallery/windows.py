@@ -47,7 +47,8 @@ def neighborhood(height: int, width: int, kernel: int) -> Mask:
     """Each pixel attends to a window of ``kernel * kernel`` pixels around it.
 
     Hassani et al., "Neighborhood Attention Transformer", 2023. The sequence is the pixels of an
-    image, row by row. At a border the window moves inwards, so every pixel attends to equally many.
+    image, row by row. At a border the window moves inwards, so every pixel attends to the same
+    number of pixels.
 
     Args:
         height, width: the size of the image.

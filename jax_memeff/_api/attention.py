@@ -74,7 +74,7 @@ def dot_product_attention(
     return_max_logits: bool = False,
     **arguments: Unpack[PaddedArguments],
 ) -> jax.Array | tuple[jax.Array, ...]:
-    r"""Exact attention with memory linear in the sequence lengths.
+    r"""Compute exact attention in memory that is linear in the sequence lengths.
 
     Takes the arguments of ``jax.nn.dot_product_attention``, and more. B is the batch size, T and S
     are the lengths of query and key, N and K their numbers of heads. In each row of scores::
@@ -95,16 +95,16 @@ def dot_product_attention(
             key head ``n // (N // K)``: multi-query and grouped-query attention copy nothing.
         value: ``[B, S, K, Hv]`` of query's dtype. Hv may differ from H. None means that the values
             are the first ``value_dim`` columns of the keys (latent attention).
-            Query, key and value may all lack B; then the result lacks it, too.
+            Query, key and value may all lack B; then the result also lacks B.
         bias: Added to the scaled scores. Its rank is at most 4; it is left-padded with 1s, and each
             dim is 1 or that of ``[B, N, T, S]``. An element of -inf masks. The gradient has the
             bias's own shape and dtype. A bias in query's dtype or float32 is read as is; any other
             float dtype is first cast to that of the scores, which takes memory.
         mask: A boolean array of any shape that bias may have, True where the row attends to the
             column; or a :class:`jax_memeff.Mask`. All masking arguments are combined by "and".
-        scale: A number, ``1/sqrt(H)`` by default. It may be negative. It must be 0, or fit the
-            dtype of the scores: 1.18e-38 to 8.51e+37 in f32. A traced scalar is differentiated; it
-            becomes part of ``score_mod``, with the same requirements.
+        scale: A number, ``1/sqrt(H)`` by default. It may be 0 or negative; a magnitude other than 0
+            must fit the dtype of the scores: 1.18e-38 to 8.51e+37 in f32. A traced scalar is
+            differentiated; it becomes part of ``score_mod``, with the same requirements.
         is_causal: Row t attends to columns ``s <= t``. ``Mask.causal("bottom_right")`` aligns the
             last row with the last column instead.
         query_seq_lengths: ``[B]`` integers (or one, without B): rows beyond the length give 0.
@@ -121,9 +121,9 @@ def dot_product_attention(
             With ``offsets`` the indices are those of the whole problem. See the guide on functions.
         sinks: ``[N]`` in float32 or query's dtype: a logit for each head that takes part in the
             softmax and has no value (gpt-oss; "attention sinks", https://arxiv.org/abs/2309.17453).
-            The logsumexp includes it; a row without keys gives 0, with the sink as logsumexp. -inf
-            means no sink, and inf takes the whole row: the output and the gradients of keys are 0.
-            It is differentiable; soft cap, bias, masks and dropout do not change it.
+            The logsumexp includes the sink; a row without keys gives 0, with the sink as logsumexp.
+            -inf means no sink, and inf takes the whole row: the output and the gradients of keys
+            are 0. Sinks are differentiable; soft cap, bias, masks and dropout do not change them.
         dropout_rate: A static number in [0, 1), rounded to the nearest multiple of 1/256, which
             :func:`jax_memeff.dropout.realised_rate` returns.
         dropout_key: A key of ``jax.random.key`` or ``jax.random.PRNGKey``. The same key drops the
@@ -144,7 +144,7 @@ def dot_product_attention(
         implementation: None uses the kernels on CUDA and the blockwise path elsewhere; ``"cuda"``
             requires the kernels; ``"xla"`` selects the blockwise path everywhere.
         residual_checkpoint_name: The name of output and logsumexp for policies of
-            ``jax.checkpoint``. With a policy that saves it, the backward does not run the forward
+            ``jax.checkpoint``. If a policy saves this name, the backward does not run the forward
             again. By default the names are ``jax_memeff_out`` and ``jax_memeff_lse``, and a policy
             must save both. Applying :func:`jax.ad_checkpoint.checkpoint_name` to the result does
             not help: the array that it names is not the one that the backward reads.
@@ -162,7 +162,7 @@ def dot_product_attention(
         jax_memeff.UnsupportedError: No CUDA kernel supports the call; the message says why. Nothing
             falls back silently: ``implementation="xla"`` supports everything.
 
-    Values of device arrays do not raise: lengths are clamped to [0, T] and [0, S].
+    Wrong values in device arrays do not raise: lengths are clamped to [0, T] and [0, S].
     :func:`jax_memeff.check` reports them.
 
     Intended differences from ``jax.nn.dot_product_attention``: a row without keys gives 0, not the

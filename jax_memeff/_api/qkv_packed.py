@@ -61,10 +61,10 @@ def dot_product_attention_packed(
     return_max_logits: bool = False,
     **arguments: Unpack[PaddedArguments],
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """:func:`jax_memeff.dot_product_attention` of ``qkv[:, :, 0]``, ``[:, :, 1]``, ``[:, :, 2]``.
+    """Compute :func:`jax_memeff.dot_product_attention` of query, key and value in one array.
 
-    The kernels read query, key and value in place, and write the gradient as one array of qkv's
-    shape: nothing is sliced or concatenated.
+    They are ``qkv[:, :, 0]``, ``qkv[:, :, 1]`` and ``qkv[:, :, 2]``. The kernels read them in
+    place, and write the gradient as one array of qkv's shape: nothing is sliced or concatenated.
 
     Args:
         qkv: ``[B, T, 3, N, H]`` in float16, bfloat16, float32 or float64; B may be missing. A fused

@@ -97,13 +97,13 @@ def ring_attention(
     return_max_logits: bool = False,
     **arguments: Unpack[PaddedArguments],
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Exact attention over a sequence that is sharded over a mesh axis; call it in ``shard_map``.
+    """Compute exact attention over a sequence sharded over a mesh axis; call it in ``shard_map``.
 
     Every device has a part of the queries and the corresponding part of the keys and values. Keys
-    and values travel from device to device while each device computes with those it has; results
-    are merged by their logsumexps. In the backward, the gradients of key and value travel with
-    them. Output, logsumexp and gradients are those of :func:`jax_memeff.dot_product_attention` on
-    one device, up to rounding, and dropout drops the same elements. No device ever has the whole
+    and values travel from device to device while each device computes with those that it has.
+    Results are merged by their logsumexps. In the backward, the gradients of key and value travel
+    with them. Output, logsumexp and gradients are those of :func:`jax_memeff.dot_product_attention`
+    on one device, up to rounding, and dropout drops the same elements. No device ever has the whole
     sequence.
 
     T and S are local lengths. The global ones are n * T and n * S, where n is the size of the axis.
@@ -300,7 +300,7 @@ def _positions_fit(axis_name: AxisName, longest: tuple[int, int]) -> None:
 
 
 def _whole_columns(axis_name: AxisName, name: str, value: Any, columns: int, devices: int) -> None:
-    """Refuse a bias or boolean mask with this device's columns only, or with one per chunk."""
+    """Refuse a bias or boolean mask whose columns are not broadcast and not of all devices."""
     shape = getattr(value, "shape", ())
     if value is None or isinstance(value, Mask) or not shape or shape[-1] in (1, devices * columns):
         return
@@ -317,7 +317,7 @@ def _same_on_all_devices(axis_name: AxisName, name: str, lengths: Any) -> None:
         raise ValueError(
             f"{name} lengths: expected those of the whole sequence, the same on every device of "
             f"axis {axis_name!r}, got an array that differs over it; add up the lengths of the "
-            f"parts by jax.lax.psum over {axis_name!r}, or do not shard them over it"
+            f"parts with jax.lax.psum over {axis_name!r}, or do not shard them over it"
         )
 
 
@@ -326,7 +326,7 @@ def _no_positions(axis_name: AxisName, offsets: Offsets | None) -> None:
         position = getattr(offsets, name, 0)
         if getattr(position, "ndim", 0) or isinstance(position, jax.Array) or position != 0:
             raise ValueError(
-                f"offsets.{name}: expected 0, got {position}; the place in the ring over axis "
+                f"offsets.{name}: expected 0, got {position}; the device's index along axis "
                 f"{axis_name!r} sets the positions"
             )
 
@@ -342,7 +342,7 @@ def _no_local_arrays(mask: Any) -> None:
                 raise ValueError(
                     f"mask: Mask.{name} under | or ~ is not supported in a ring, because every "
                     "device has only a part of its array; gather the array and read it in "
-                    "Mask.function, or combine the masks by &"
+                    "Mask.function, or combine the masks with &"
                 )
 
 

@@ -87,14 +87,14 @@ def varlen_attention(
     return_max_logits: bool = False,
     **arguments: Unpack[CommonArguments],
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Exact attention over B packed sequences, stored back to back without padding.
+    """Compute exact attention over B packed sequences, stored back to back without padding.
 
     Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` (exclusive) and the
     keys ``cu_seqlens_k[i]`` to ``cu_seqlens_k[i + 1]``, and attends only to itself. Its results are
     those of batch index i of :func:`jax_memeff.dot_product_attention` with these lengths, and every
-    other argument means the same as there. Thus windows, causal masks, bias and dropout count
-    positions within the sequence; the dropout bits are those of the padded call; and a
-    ``"bottom_right"`` mask ends at the sequence's own last row and column.
+    other argument has the same meaning as in that function. Thus windows, causal masks, bias and
+    dropout count positions within the sequence; the dropout bits are those of the padded call; and
+    a ``"bottom_right"`` mask ends at the sequence's own last row and column.
 
     Args:
         query: ``[total_q, N, H]`` in float16, bfloat16, float32 or float64.
@@ -124,8 +124,8 @@ def varlen_attention(
         TypeError: A dtype is wrong, or a value that must be static is traced.
         jax_memeff.UnsupportedError: No CUDA kernel supports the call; the message says why.
 
-    Values of device arrays do not raise. ``cu_seqlens_*`` are clamped to the number of tokens, and
-    a value below an earlier one is raised to it, so that sequences never overlap.
+    Wrong values in device arrays do not raise. ``cu_seqlens_*`` are clamped to the number of
+    tokens, and a value below an earlier one is raised to it, so that sequences never overlap.
     :func:`jax_memeff.check` reports such values.
 
     >>> import jax, jax.numpy as jnp, jax_memeff

@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 class Machine(NamedTuple):
     """``driver`` is the CUDA version of the driver, such as ``(12, 8)``, or None without one;
     ``devices`` are the compute capabilities of the GPUs that JAX sees, times ten; ``platforms`` is
-    the value of ``JAX_PLATFORMS``, which may keep JAX from looking for any.
+    the value of ``JAX_PLATFORMS``, which may keep JAX from looking for GPUs.
     """
 
     driver: tuple[int, int] | None
@@ -229,7 +229,7 @@ def _install(machine: Machine) -> str:
 
 def _first_steps(machine: Machine) -> tuple[str, ...]:
     """The next steps on a machine on which nothing is missing."""
-    use = "replace jax.nn.dot_product_attention by jax_memeff.dot_product_attention, or call"
+    use = "replace jax.nn.dot_product_attention with jax_memeff.dot_product_attention, or call"
     use += " jax_memeff.patch_jax_nn()"
     if machine.devices:
         return (

@@ -2,7 +2,7 @@
 
 A model needs the kernels of calls with its shapes: JAX traces the calls, and the lowering chooses
 kernels for them as it does in a program. Batch sizes and lengths are not part of a kernel; several
-are traced, because the work is divided differently if there is little of it.
+are traced, because small calls divide their work differently.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Call = tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]
 class Model(NamedTuple):
     """The attention of a family of models, in bfloat16.
 
-    ``windows`` has the number of keys to the left that the layers see, None for all of them;
-    ``traced`` says that layers of different windows also run in one ``scan``. ``latent`` is
-    multi-head latent attention: ``value_dim`` in training, latent vectors in decoding.
+    ``windows`` has the number of keys to the left that each kind of layer attends to, None for all
+    of them; ``traced`` is whether layers of different windows also run in one ``scan``. ``latent``
+    is multi-head latent attention: ``value_dim`` in training, latent vectors in decoding.
     ``arguments`` are further arguments of every call.
     """
 

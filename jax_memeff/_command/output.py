@@ -18,7 +18,7 @@ class Output:
     """``sys.stdout`` for a console of ``rich``, with errors that say what to do.
 
     Characters that its encoding lacks are escaped, as on standard error: a path may be any bytes.
-    ``BrokenPipeError`` stays as it is: who reads the pipe has seen enough, and rich ends the
+    ``BrokenPipeError`` stays as it is: the reader of the pipe has seen enough, and rich ends the
     command without a message.
     """
 

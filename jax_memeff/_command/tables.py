@@ -25,7 +25,7 @@ def new_table(name: str, *columns: str) -> Table:
 
 
 def toolchain() -> Table:
-    """Where each part of the toolchain is and, if one is missing, the places that were searched."""
+    """Where each part of the toolchain is or, if it is missing, the places that were searched."""
     table = new_table("part", "found in", "through")
     found = parts.all_found()
     for part, place in found.items():

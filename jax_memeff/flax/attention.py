@@ -50,7 +50,7 @@ def attention_fn(
     score_mod: ScoreFunction | None = None,
     residual_checkpoint_name: str | None = None,
 ) -> jax.Array:
-    """Exact attention with linear memory, as the ``attention_fn`` of a Flax module.
+    """Compute exact attention in linear memory, as the ``attention_fn`` of a Flax module.
 
     Pass it unchanged to ``flax.linen.MultiHeadDotProductAttention`` and
     ``flax.nnx.MultiHeadAttention``. Decoding with their caches works, too:
@@ -68,18 +68,18 @@ def attention_fn(
       query: ``[batch..., T, N, H]``, any number of batch dimensions, none included.
       key: ``[batch..., S, K, H]``; query head ``n`` reads key head ``n // (N // K)``.
       value: ``[batch..., S, K, Hv]``.
-      bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. Kept in its dtype when that
-        is the query's or float32, else cast to float32 (float64 for a float64 query).
-      mask: broadcasts to ``[batch..., N, T, S]``, any dtype; nonzero means attend. A row that may
-        attend to nothing gives 0, where Flax gives the mean of the values. Or a
-        :class:`jax_memeff.Mask`, whose batch index counts through all batch dimensions.
+      bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. A bias in the query's dtype
+        or float32 is read as is; others are cast to float32 (float64 for a float64 query).
+      mask: an array of any dtype that broadcasts to ``[batch..., N, T, S]``, in which nonzero means
+        attend; or a :class:`jax_memeff.Mask`, whose batch index counts through all batch
+        dimensions. A fully masked row gives 0, where Flax gives the mean of the values.
       broadcast_dropout: True drops the same elements of the ``[T, S]`` probabilities in every
         batch index and head, as Flax does. False draws bits for each separately.
       dropout_rng: the dropout key, required when dropout is on. The bits depend on this key only,
         and they are not the bits that Flax would draw.
       dropout_rate: realised as ``floor(256 * rate + 0.5) / 256``: 0.1 becomes 26/256 = 0.1016.
       deterministic: True turns dropout off.
-      dtype: of the computation; None infers it from query, key and value.
+      dtype: the dtype of the computation; None infers it from query, key and value.
       precision: None, ``"highest"``, ``jax.lax.Precision.HIGH`` and so on. If it is a pair, the
         higher one is used. It affects float32 inputs only.
       module: must be None: attention weights are never formed and cannot be sown.
@@ -274,7 +274,7 @@ def _bias_dtype(bias: jax.Array, query: jax.Array) -> jax.Array:
 def _flatten_score_batch(name: str, array: jax.Array, batch_shape: tuple[int, ...]) -> jax.Array:
     """Reshape ``[batch..., N, T, S]`` with any broadcast dimensions to rank 4.
 
-    Heads, rows and columns stay broadcast. The batch is materialised only if some, but not all, of
+    Heads, rows and columns stay broadcast. The batch is materialized only if some, but not all, of
     its dimensions are broadcast, because one flat dimension cannot express that.
     """
     rank = len(batch_shape) + 3

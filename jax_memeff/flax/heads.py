@@ -78,11 +78,11 @@ def attend_heads(
         value: ``[batch..., S, K, H]``.
         cache: None attends to ``key`` and ``value`` only.
         rotary_base: None for no rotary embedding.
-        positions: ``[batch..., T]``, of queries and keys; None counts from the start of the cache.
+        positions: ``[batch..., T]``, for queries and keys; None counts from the start of the cache.
         mask: as in the modules.
         segment_ids: as in the modules.
         is_causal: as in the modules; attention over a cache is always causal.
-        dtype: of the computation; None infers it.
+        dtype: the dtype of the computation; None infers it.
         score_mod: as in the modules.
         settings: the other arguments of ``attend``.
 
@@ -139,7 +139,7 @@ def rotated(
         in_order: returns the positions of queries and keys if the user gives none.
 
     Raises:
-        ValueError: positions without a rotary embedding, or of another shape.
+        ValueError: positions are given without a rotary embedding, or have another shape.
     """
     if rotary_base is None:
         if positions is not None:
@@ -162,8 +162,8 @@ def _given(positions: ArrayLike, query: jax.Array, key: jax.Array) -> tuple[jax.
     batch = zip(reversed(array.shape[:-1]), reversed(rows[:-1]), strict=False)
     if not fits or any(size not in (1, full) for size, full in batch):
         raise ValueError(
-            f"input_positions must broadcast to [batch..., T] = {list(rows)} and have its T, got"
-            f" shape {array.shape}"
+            f"input_positions must broadcast to [batch..., T] = {list(rows)} and end with the "
+            f"same T, got shape {array.shape}"
         )
     if key.shape[-3] != rows[-1]:
         raise ValueError(

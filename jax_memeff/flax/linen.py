@@ -22,8 +22,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
     """``flax.linen.MultiHeadAttention`` with linear memory and more arguments.
 
     Parameters and cache have the names and shapes of Flax's module, so checkpoints of either load
-    into the other. Outputs and gradients agree too, except for rows that may attend to nothing
-    (0 here) and for the dropout bits.
+    into the other. Outputs and gradients agree too, except for fully masked rows (0 here) and for
+    the dropout bits.
 
     >>> import jax, jax.numpy as jnp, jax_memeff.flax.linen
     >>> layer = jax_memeff.flax.linen.MultiHeadAttention(num_heads=4, num_kv_heads=2)
@@ -85,13 +85,14 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
           inputs_v: ``[batch..., S, features]``; ``inputs_k`` by default.
           inputs_kv: ``inputs_k`` and ``inputs_v`` in one argument, which Flax deprecates.
           bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. It has a gradient.
-          mask: broadcasts to ``[batch..., N, T, S]``, nonzero means attend; or a
-            :class:`jax_memeff.Mask`, whose arrays have all batch dimensions merged into one. During
-            decoding S is the length of the cache, and a window counts from the positions of the
-            tokens in it.
+          mask: an array that broadcasts to ``[batch..., N, T, S]``, in which nonzero means attend;
+            or a :class:`jax_memeff.Mask`, whose arrays have all batch dimensions merged into one.
+            During decoding S is the length of the cache, and a window counts from the positions of
+            the tokens in it.
           segment_ids: integers ``[batch..., T]`` of sequences packed into one row, or the pair (of
-            queries, of keys). Tokens with equal ids attend to each other, tokens with negative ids
-            to nothing. Rotary positions need not restart, because only their differences matter.
+            queries, of keys). Tokens with equal ids attend to each other; tokens with negative ids
+            attend to nothing. Rotary positions need not restart, because only their differences
+            matter.
           is_causal: row ``t`` attends to columns ``s <= t``; decoding is always causal.
           deterministic: True turns dropout off. Required here or as a field if the rate is not 0.
           dropout_rng: the dropout key; it takes precedence over the stream ``dropout``.
@@ -110,8 +111,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
 
         Raises:
           ValueError: shapes do not fit, head counts do not divide, ``inputs_kv`` is given with
-            ``inputs_k`` or ``inputs_v``, ``segment_ids`` while decoding, or an argument that
-            paged caches do not support.
+            ``inputs_k`` or ``inputs_v``, ``segment_ids`` are given while decoding, or an argument
+            is given that paged caches do not support.
           TypeError: ``attention_fn`` was replaced.
           jax_memeff.UnsupportedError: ``sow_weights`` or a matrix product is set, or no kernel
             supports the call.

@@ -22,8 +22,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     """``flax.nnx.MultiHeadAttention`` with linear memory and more arguments.
 
     Parameters and cache have the names and shapes of Flax's module, so checkpoints of either load
-    into the other. Outputs and gradients agree too, except for rows that may attend to nothing
-    (0 here) and for the dropout bits.
+    into the other. Outputs and gradients agree too, except for fully masked rows (0 here) and for
+    the dropout bits.
 
     >>> from flax import nnx
     >>> import jax, jax.numpy as jnp, jax_memeff.flax.nnx
@@ -145,14 +145,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           inputs_k: ``[batch..., S, in_kv_features]``; ``inputs_q`` by default.
           inputs_v: ``[batch..., S, in_kv_features]``; ``inputs_k`` by default.
           bias: added to the scores; broadcasts to ``[batch..., N, T, S]``. It has a gradient.
-          mask: broadcasts to ``[batch..., N, T, S]``, nonzero means attend; or a
-            :class:`jax_memeff.Mask`, whose arrays have all batch dimensions merged into one.
+          mask: an array that broadcasts to ``[batch..., N, T, S]``, in which nonzero means attend;
+            or a :class:`jax_memeff.Mask`, whose arrays have all batch dimensions merged into one.
           segment_ids: integers ``[batch..., T]`` of sequences packed into one row, or the pair (of
-            queries, of keys). Tokens with equal ids attend to each other, tokens with negative ids
-            to nothing. Rotary positions need not restart, because only their differences matter.
+            queries, of keys). Tokens with equal ids attend to each other; tokens with negative ids
+            attend to nothing. Rotary positions need not restart, because only their differences
+            matter.
           deterministic: True turns dropout off. Required here or in the constructor if the rate is
             not 0.
-          rngs: for dropout; they take precedence over those of the constructor.
+          rngs: the streams for dropout; they take precedence over those of the constructor.
           sow_weights: must be False, because attention weights are never formed.
           decode: append the T new tokens, one or several, to the cache that ``init_cache`` created,
             and attend causally to all tokens in it. T may differ from step to step (each T compiles
@@ -160,8 +161,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             the tokens in it. New tokens of a full cache replace its last ones. ``inputs_q`` may
             have only the last tokens of ``inputs_k``.
           is_causal: row ``t`` attends to columns ``s <= t``; decoding is always causal.
-          out_sharding: of the result.
-          qkv_sharding: of the projections.
+          out_sharding: the sharding of the result.
+          qkv_sharding: the sharding of the projections.
           input_positions: numbers that broadcast to ``[batch..., T]``: the positions of queries and
             keys for the rotary embedding, such as those of left-padded prompts. By default they
             count from 0, and during decoding from the number of tokens in the cache. Masks and
@@ -178,9 +179,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           ``[batch..., T, out_features]``.
 
         Raises:
-          ValueError: shapes do not fit, the cache is missing, ``segment_ids`` while decoding, an
-            argument that paged caches do not support, ``input_positions`` without ``rotary_base``,
-            dropout without ``deterministic`` or without ``rngs``.
+          ValueError: shapes do not fit, the cache is missing, ``segment_ids`` are given while
+            decoding, an argument is given that paged caches do not support, ``input_positions`` are
+            given without ``rotary_base``, or dropout lacks ``deterministic`` or ``rngs``.
           jax_memeff.UnsupportedError: ``sow_weights`` is set, or no kernel supports the call.
         """
         attention.refuse(self if sow_weights else None, [])

@@ -91,16 +91,16 @@ def attend_pages(
         pools: the pools of this layer.
         pages: the sequences.
         rotary_base: None for no rotary embedding.
-        positions: of the tokens; None counts from the start of each sequence.
+        positions: the positions of the tokens; None counts from the start of each sequence.
         mask: as in the modules.
-        dtype: of the result; None infers it.
+        dtype: the dtype of the result; None infers it.
         sinks: as in the modules.
         score_mod: as in the modules.
         deterministic: must be True.
         others: arguments that paged caches do not support; each must be None.
 
     Raises:
-        ValueError: one of ``others`` is given, or positions without a rotary embedding.
+        ValueError: one of ``others`` is given, or positions are given without a rotary embedding.
         TypeError: ``pages`` is not a ``Pages``.
     """
     if not isinstance(pages, Pages):

@@ -160,7 +160,9 @@ def test_the_page_has_all_results_of_the_repository(overview):
                             )
                         )
     text = block()
-    assert f": {figures} figures, each beside" in text, "run: benchmarks/report.py RESULTS.json"
+    assert f": {figures} figures, each compared with" in text, (
+        "run: benchmarks/report.py RESULTS.json"
+    )
     assert f"slower in {len(losses)}." in text
     for name, direction, ratio in losses:
         assert f"| {name} | {direction} | {ratio:.2f} |" in text

@@ -77,7 +77,7 @@ STATED = [
     ),
     (
         "docs/guide/masks.md",
-        r"Up to ([\d,]+) rows and columns each part is therefore a single element",
+        r"up to ([\d,]+) rows and columns, each part is a single element",
         [block_mask._MOST_EVALUATIONS**0.5],
     ),
     ("docs/guide/serving.md", r"must fit in (\d+) MiB", [strategy._MOST_SEGMENT_BYTES // 2**20]),
@@ -85,7 +85,8 @@ STATED = [
     ("docs/architecture.md", r"absolute multiples of (\d+) and add up", [INVARIANT_COLUMNS]),
     (
         "docs/guide/serving.md",
-        r"has segments of (\d+) keys if at most (\d+) query heads share a key head, else of (\d+)",
+        r"has segments of (\d+) keys if at most (\d+) query heads share a key head\. "
+        r"Otherwise segments have (\d+) keys",
         [
             fmha_fwd_latent_sm90.SHORT_SEGMENT_KEYS,
             fmha_fwd_latent_sm90.SMALL_GROUP,

@@ -354,7 +354,7 @@ def test_check_refuses_traced_tables():
             {"key_pages": FLOAT8, "value_pages": FLOAT8},
             f"head_dim is {H}, and kernels read rows of float8 16 bytes at a time: pad it",
         ),
-        ({"value_pages": None, "value_dim": 4}, "it reads values from an array of their own"),
+        ({"value_pages": None, "value_dim": 4}, "it reads values from a separate array"),
     ],
     ids=["float8", "latent"],
 )

@@ -194,7 +194,7 @@ def test_freed_names_are_gone():
     name = pool.allocate(5)
     pool.free(name)
     for action in (pool.free, pool.grow, pool.fork, pool.pages_of):
-        with pytest.raises(ValueError, match="is freed"):
+        with pytest.raises(ValueError, match="has been freed"):
             action(name)
     assert pool.allocate() != name
 

@@ -36,7 +36,9 @@ class F16x3Kernel(WgmmaKernel):
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
         if strategy.mma_sync:
-            reasons.append("few queries take less time than splitting all keys and values")
+            reasons.append(
+                "for few queries, splitting all keys and values costs more than it saves"
+            )
         if spec[BROADCAST_BATCH]:
             reasons.append("it splits its operands once for each batch index of the call")
         return reasons

@@ -100,7 +100,7 @@ class WgmmaTile:
 
     @property
     def blocks_per_sm(self) -> int:
-        """One: a CTA takes all registers of an SM."""
+        """Always 1, because a CTA takes all registers of an SM."""
         return 1
 
 
@@ -332,8 +332,8 @@ def tile_columns(dim: int) -> int:
 
 
 def columns_of_warp(rows: int, columns: int, warps: int) -> int:
-    """The columns of a product that each of ``warps`` warps computes in a ``WarpGrid``, in which a
-    warp has 32 rows if they fit, else 16.
+    """The columns of a product that each of ``warps`` warps computes in a ``WarpGrid``. A warp of
+    that grid has 32 rows if they fit, else 16.
 
     >>> columns_of_warp(64, 128, 8), columns_of_warp(64, 64, 8)
     (32, 16)

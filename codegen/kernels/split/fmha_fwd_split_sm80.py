@@ -38,7 +38,7 @@ kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
 
 
 class FmhaFwdSplitSm80(MmaKernel):
-    """The forward with split keys; f32 has none."""
+    """The forward with split keys, which does not support f32."""
 
     stem = "fmha_fwd_split_sm80"
     direction = "forward"

@@ -33,7 +33,7 @@ def check(
 
     Takes the arguments of :func:`jax_memeff.dot_product_attention`. If ``cu_seqlens_q`` is among
     them, it takes those of :func:`jax_memeff.varlen_attention`; if ``page_table`` is, those of
-    :func:`jax_memeff.paged_attention`, with the pools as ``key`` and ``value``. Computes no
+    :func:`jax_memeff.paged_attention`, with the pools as ``key`` and ``value``. It computes no
     attention, and copies the arrays to the host. In addition to the checks of the function itself,
     it checks device arrays:
 

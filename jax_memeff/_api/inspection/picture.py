@@ -37,8 +37,8 @@ def picture(
     arch: str | None = None,
     **arguments: Any,
 ) -> Picture:
-    """A picture of the scores of a call: which are valid, how a bias or function changes them, and
-    which tiles the kernels skip.
+    """Return a picture of the scores of a call: which are valid, how a bias or function changes
+    them, and which tiles the kernels skip.
 
     Takes the arguments of :func:`jax_memeff.dot_product_attention` and computes no attention.
     :meth:`Mask.show` and :meth:`Mask.plot` draw a mask alone.

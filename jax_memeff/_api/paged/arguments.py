@@ -229,7 +229,7 @@ def max_query_length(value: Any, query_starts: Any, tokens: int, each: int | Non
     if value is not None:
         raise ValueError(
             f"max_query_length must be None without query_starts, got {value!r:.80}: every "
-            f"sequence has {each} queries, and those in front of its first token give 0"
+            f"sequence has {each} queries, and rows before its first token give 0"
         )
     return each
 

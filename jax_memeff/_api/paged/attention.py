@@ -61,7 +61,7 @@ def paged_attention(
     return_residual: bool = False,
     **arguments: Unpack[PagedArguments],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention for the new tokens of B sequences whose keys and values are in pages.
+    """Compute exact attention for the new tokens of B sequences with keys and values in pages.
 
     Key j of sequence b is row ``j % page_size`` of page ``page_table[b, j // page_size]``. The new
     tokens are the last of their sequence: the last query of sequence b is at position
@@ -71,7 +71,7 @@ def paged_attention(
 
     Args:
         query: ``[B, T, N, H]``, T new tokens of each sequence; or with ``query_starts``
-            ``[tokens, N, H]``. float16, bfloat16, float32 or float64. N must be a multiple of K.
+            ``[tokens, N, H]``; in float16, bfloat16, float32 or float64. N must be a multiple of K.
         key_pages: ``[pages, page_size, K, H]`` in query's dtype or float8_e4m3fn. The page size
             must be a multiple of 16.
         value_pages: ``[pages, page_size, K, Hv]`` in the dtype of ``key_pages``. If None, the first
@@ -102,7 +102,7 @@ def paged_attention(
         value_dim: The number of value columns if ``value_pages`` is None, a Python integer.
         batch_invariant: Make the bits of a token's result depend only on its query, keys, values
             and position, not on the other sequences, the placement of pages, or how many new tokens
-            its sequence has in this call. Slower.
+            its sequence has in this call. Such calls are slower.
         return_residual: Whether to return the logsumexp too.
         implementation: None selects the kernels on CUDA and plain JAX elsewhere. ``"cuda"`` and
             ``"xla"`` select that path, or raise an error.

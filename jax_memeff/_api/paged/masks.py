@@ -36,7 +36,7 @@ def require_possible(mask: Mask) -> None:
         )
     if mask.segment_ids:
         raise ValueError(
-            "mask must not have segment ids, because rows of a pool have no fixed sequence; "
+            "mask must not have segment ids, because a row of a pool belongs to no fixed sequence; "
             "got Mask.segments: pass Mask.function(lambda b, h, q, k: ids[b, q] == ids[b, k])"
         )
     for other in mask.excluded:

@@ -245,7 +245,7 @@ free a sequence, or wait until one ends
         if found is None:
             raise ValueError(
                 f"sequence must be one of the {len(self._sequences)} sequences of this pool, got "
-                f"{name!r:.80}, which was never allocated or is freed"
+                f"{name!r:.80}, which was never allocated or has been freed"
             )
         return found
 

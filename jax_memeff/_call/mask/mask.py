@@ -63,9 +63,9 @@ class Mask(Conditions):
         """Row t attends to columns ``t + d - left`` to ``t + d + right``; None means no bound.
 
         ``d`` is 0 for ``"top_left"``, and ``key length - query length`` of the batch index for
-        ``"bottom_right"``. Bounds may be negative: ``Mask.window(4, -2)`` attends to 4 to 2 columns
-        before. They may be traced, so that layers of one ``jax.lax.scan`` can have different
-        windows; a large number then means no bound.
+        ``"bottom_right"``. Bounds may be negative: with ``Mask.window(4, -2)``, row t attends to
+        ``t - 4`` to ``t - 2``. They may be traced, so that layers of one ``jax.lax.scan`` can have
+        different windows; a large number then means no bound.
 
         Raises:
             TypeError: a bound is not an integer.
@@ -93,7 +93,7 @@ class Mask(Conditions):
 
     @staticmethod
     def lengths(query: ArrayLike | None = None, key: ArrayLike | None = None) -> Mask:
-        """Only the first ``query[b]`` rows attend, only to the first ``key[b]`` columns.
+        """Only the first ``query[b]`` rows attend, and only to the first ``key[b]`` columns.
 
         Args:
             query: integer [B], or None for all rows.
@@ -116,7 +116,7 @@ class Mask(Conditions):
 
     @staticmethod
     def segments(query_ids: ArrayLike, key_ids: ArrayLike) -> Mask:
-        """Equal ids attend to each other, negative ids to nothing. Positions stay the same.
+        """Equal ids attend to each other; negative ids attend to nothing. Positions do not change.
 
         Args:
             query_ids: [B, T] or [T], any integer dtype. Ids compare by value, so 64-bit hashes
@@ -172,7 +172,7 @@ class Mask(Conditions):
                 ``(rows, columns)``. The kernels skip blocks that are not listed. If both sizes are
                 multiples of 128, they test no elements of listed blocks either.
 
-        There is one list per query head. With one per key head, pass
+        Each query head has its own list. If you have one list per key head, pass
         ``jnp.repeat(indices, N // K, 1)``. Lists may be traced. Use ``&`` for masks within blocks,
         such as :meth:`causal`.
 
@@ -340,7 +340,7 @@ class Mask(Conditions):
     def show(self, T: int, S: int | None = None, **options: Any) -> None:
         """Print a text drawing; the arguments are those of :meth:`picture`.
 
-        Small masks show elements, larger ones tiles.
+        It draws the elements of a small mask, and the tiles of a large one.
 
         >>> Mask.window(3, 0).show(8, tile=(4, 4))
         T 8, S 8, tiles of 4 x 4: 1 skipped, 3 partial, 0 full; 75% computed

@@ -189,7 +189,7 @@ def test_one_kernel_for_every_strategy(query_rows):
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        (latent("sm_80"), "it reads values from an array of their own"),
+        (latent("sm_80"), "it reads values from a separate array"),
         (latent(boolean=True), "the rows of its tiles belong to several heads"),
         (latent(row_maxima=True), "it splits the keys of a row, and merges no maxima"),
         (latent(dims=(640, 512)), "head_dim 640 is above its 576"),
