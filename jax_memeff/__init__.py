@@ -82,6 +82,9 @@ def _require_whole_package() -> None:
 
 _require_whole_package()
 
+if "jax" in sys.modules:
+    importlib.import_module("jax_memeff._op.contexts")
+
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_memeff import config
-from jax_memeff._command import archives, argument_types, output, tables, tiles
+from jax_memeff._command import archives, argument_types, output, stored, tables, tiles
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, select
@@ -168,6 +168,8 @@ def _build(options: argparse.Namespace, out: Console) -> int:
         def on_done(spec: KernelSpec, arch: str, result) -> None:
             progress.update(task, advance=1, description=spec.name)
             results[spec, arch] = result
+            if options.output is None:
+                stored.require(result)
 
         try:
             compile_many(jobs, on_done)

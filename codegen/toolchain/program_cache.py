@@ -48,6 +48,9 @@ _TEMPORARY = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
 _STALE_SECONDS = 3600
 """A temporary file of this age belongs to a process that was killed: writing takes milliseconds."""
 
+_PROBE_BYTES = 2**17
+"""The size of a large kernel."""
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO would wait for a writer.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -109,8 +112,25 @@ class ProgramCache:
                 return None
         except UntrustedDirectoryError as error:
             return str(error)
-        except OSError:
+        except FileNotFoundError:
             return None
+        except OSError as error:
+            return _unusable(self.directory, error)
+
+    def unwritable(self) -> str | None:
+        """Why kernels cannot be kept on disk; None if they can. Creates the directory."""
+        if self.directory is None:
+            return "there is no home directory: name a directory in JAX_MEMEFF_CACHE_DIR"
+        probe = secrets.token_hex(_HASH_BYTES)
+        try:
+            with _open_trusted(self.directory, create=True) as directory:
+                _write(directory, probe, bytes(_PROBE_BYTES))
+                _unlink(directory, _name(probe))
+        except UntrustedDirectoryError as error:
+            return str(error)
+        except OSError as error:
+            return _unusable(self.directory, error)
+        return None
 
     @contextlib.contextmanager
     def _opened(self, create: bool = False) -> Iterator[int | None]:
@@ -165,6 +185,13 @@ def _open_trusted(directory: Path | None, create: bool) -> Iterator[int]:
         yield inner
     finally:
         os.close(inner)
+
+
+def _unusable(directory: Path | None, error: OSError) -> str:
+    return (
+        f"jax_memeff keeps compiled kernels in memory only, because {directory} cannot be used "
+        f"({error.strerror}): name another directory in JAX_MEMEFF_CACHE_DIR"
+    )
 
 
 def _require_private(descriptor: int, directory: Path) -> None:

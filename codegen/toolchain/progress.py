@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from jax_memeff import config
 
@@ -16,10 +17,11 @@ _shown = threading.Lock()
 def line(text: str) -> Iterator[None]:
     """Show ``text`` and the seconds that have passed; the line disappears at the end.
 
-    It is shown only if standard error is a terminal and ``JAX_MEMEFF_PROGRESS`` is not 0. A thread
-    that compiles while another thread's line is shown has none.
+    It is shown only if standard error is a terminal that takes all characters, and
+    ``JAX_MEMEFF_PROGRESS`` is not 0. A thread that compiles while another thread's line is shown
+    has none.
     """
-    is_wanted = config.progress() and sys.stderr is not None and sys.stderr.isatty()
+    is_wanted = config.progress() and _is_terminal(sys.stderr)
     if not is_wanted or not _shown.acquire(blocking=False):
         yield
         return
@@ -28,6 +30,14 @@ def line(text: str) -> Iterator[None]:
             yield
     finally:
         _shown.release()
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Whether ``stream``, which any object may have replaced, is a terminal for the line."""
+    try:
+        return stream.isatty() and (stream.encoding or "utf-8").lower().startswith("utf")
+    except (AttributeError, ValueError):  # it has only ``write``; or it is closed
+        return False
 
 
 def _display(text: str) -> contextlib.AbstractContextManager[object]:

@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from jax_memeff._api import argument_arrays, attention
 from jax_memeff._call.values import score_dtype
+from jax_memeff._op import contexts
 
 _LOGGER = logging.getLogger("jax_memeff")
 
@@ -31,9 +32,6 @@ _lock = threading.Lock()
 _open: list[JaxNNPatch] = []
 _installed: _Installed | None = None
 _said: set[tuple[str, int, str]] = set()
-
-# A part of the key of jit's caches: a function that was traced without the patch is traced again.
-_is_patched = jax.make_user_context(False)
 
 
 class _Installed(NamedTuple):
@@ -119,12 +117,12 @@ def _install() -> None:
     original = jax.nn.dot_product_attention
     _installed = _Installed(_wrapper(original), original)
     jax.nn.dot_product_attention = _installed.wrapper
-    _is_patched.set_global(True)
+    contexts.patched.set_global(True)
 
 
 def _uninstall() -> None:
     global _installed
-    _is_patched.set_global(False)
+    contexts.patched.set_global(False)
     _said.clear()
     # If other code has replaced the function since, its replacement stays. It calls our wrapper,
     # which passes every call on to jax.nn from now on.
@@ -139,7 +137,7 @@ def _wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def dot_product_attention(*args: Any, **kwargs: Any) -> Any:
         # Modules may have imported this function while the patch was open.
-        if not _is_patched.value:
+        if not contexts.patched.value:
             return original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
         reason = _only_jax_nn(signature, call.arguments)

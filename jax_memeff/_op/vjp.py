@@ -22,7 +22,7 @@ from jax_memeff._call import compat
 from jax_memeff._call.operands.arrays import AnyOperands
 from jax_memeff._call.operands.gradients import NeedsGrad, array_of, differentiable, needs_grad_of
 from jax_memeff._call.options import Options
-from jax_memeff._op import derivatives, primitives
+from jax_memeff._op import contexts, derivatives, primitives
 
 
 @jax.tree_util.register_static
@@ -47,9 +47,6 @@ class _Residuals(NamedTuple):
     static: Perturbed
 
 
-_forward_mode = jax.make_user_context(False)
-
-
 def forward_mode() -> AbstractContextManager[None]:
     """A context in which calls of attention have forward-mode derivatives.
 
@@ -69,12 +66,12 @@ def forward_mode() -> AbstractContextManager[None]:
     >>> tangent.shape
     (1, 16, 2, 8)
     """
-    return _forward_mode(True)
+    return contexts.forward_mode(True)
 
 
 def is_forward_mode() -> bool:
     """Whether calls are traced in the context of :func:`forward_mode`."""
-    return _forward_mode.value
+    return contexts.forward_mode.value
 
 
 @contextmanager

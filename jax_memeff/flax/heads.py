@@ -14,6 +14,7 @@ from flax.nnx.nn import dtypes
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_memeff._api.argument_arrays import FLOAT_DTYPES
 from jax_memeff._call import values
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
@@ -102,9 +103,10 @@ def attend_heads(
         cache = _append(cache, key, value)
         key, value = cache.cached_key, cache.cached_value
         sizes = batch, rows, key.shape[-3]
-        conditions = with_rows_from(conditions, cache.cache_index - rows, *sizes)
-        conditions = _in_cache(conditions, cache.cache_index, batch, rows)
-        score_mod = _with_rows_from(score_mod, cache.cache_index - rows)
+        filled = jnp.minimum(cache.cache_index, key.shape[-3])  # a full cache counts on
+        conditions = with_rows_from(conditions, filled - rows, *sizes)
+        conditions = _in_cache(conditions, filled, batch, rows)
+        score_mod = _with_rows_from(score_mod, filled - rows)
         is_causal = False
     query, key, value = dtypes.promote_dtype((query, key, value), dtype=dtype)
     settings = {**settings, "mask": array, "conditions": conditions, "is_causal": is_causal}
@@ -197,6 +199,7 @@ def _append(cache: Cache, key: jax.Array, value: jax.Array) -> Cache:
             f"inputs_v must have the length of inputs_k, {key.shape[-3]}, got {value.shape[-3]}:"
             " the cache gets a key and a value for each new token"
         )
+    _require_dtype(cache)
     zero = jnp.zeros_like(cache.cache_index)
     start = (*[zero] * len(batch_shape), cache.cache_index, zero, zero)
     return Cache(
@@ -206,11 +209,39 @@ def _append(cache: Cache, key: jax.Array, value: jax.Array) -> Cache:
     )
 
 
+def _require_dtype(cache: Cache) -> None:
+    """Raise for a cache whose dtype would change keys and values by more than rounding.
+
+    Raises:
+        TypeError: it is not a dtype of ``dot_product_attention``.
+    """
+    for name in ("cached_key", "cached_value"):
+        dtype = getattr(cache, name).dtype.name
+        if dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"{name} must be one of {', '.join(FLOAT_DTYPES)}, got {dtype}; create the cache"
+                " with one of these dtypes (float8 needs a paged cache)"
+            )
+
+
 def _in_cache(conditions: Mask, filled: jax.Array, batch: int, rows: int) -> Mask:
     """The causal mask over the ``filled`` columns of a cache, the last of which are the rows' own.
 
     The rows are the last rows of a square of scores, in which both alignments of a window agree.
     """
+    if rows > 1:
+        # A single row is the last one: no filled column lies after it.
+        conditions &= Mask.causal("bottom_right")
+    if any(conditions.all_lengths()):
+        # A bottom-right window would end at the user's lengths, and not at the filled columns.
+        conditions = _with_fixed_windows(conditions, filled - rows)
+    else:
+        conditions = _with_windows_at_the_end(conditions)
+    return conditions & Mask.lengths(key=jnp.broadcast_to(filled, (batch,)))
+
+
+def _with_windows_at_the_end(conditions: Mask) -> Mask:
+    """All windows count from the last row and the last valid column."""
     window = conditions.bottom_right
     if conditions.top_left is not None:
         window = conditions.top_left if window is None else window & conditions.top_left
@@ -218,13 +249,24 @@ def _in_cache(conditions: Mask, filled: jax.Array, batch: int, rows: int) -> Mas
         dataclasses.replace(window, alignment="bottom_right")
         for window in conditions.traced_windows
     )
-    conditions = dataclasses.replace(
+    return dataclasses.replace(
         conditions, top_left=None, bottom_right=window, traced_windows=tuple(traced)
     )
-    if rows > 1:
-        # A single row is the last one: no filled column lies after it.
-        conditions &= Mask.causal("bottom_right")
-    return conditions & Mask.lengths(key=jnp.broadcast_to(filled, (batch,)))
+
+
+def _with_fixed_windows(conditions: Mask, first: jax.Array) -> Mask:
+    """All windows count from column ``first`` in row 0, whatever the lengths are."""
+    windows = (conditions.top_left, conditions.bottom_right)
+    traced = (
+        *(window.traced() for window in windows if window is not None),
+        *conditions.traced_windows,
+    )
+    return dataclasses.replace(
+        conditions,
+        top_left=None,
+        bottom_right=None,
+        traced_windows=tuple(window.moved(first) for window in traced),
+    )
 
 
 def _segments(

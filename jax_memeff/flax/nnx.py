@@ -11,6 +11,7 @@ from flax import nnx
 from flax.nnx.module import first_from
 from jax.typing import ArrayLike
 
+from jax_memeff._call import values
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
 from jax_memeff.flax import attention
@@ -58,7 +59,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       settings: every other keyword of Flax's module except ``attention_fn``.
 
     Raises:
-      TypeError: ``attention_fn`` is given.
+      TypeError: ``attention_fn`` is given, or ``dropout_rate`` is not a number.
       ValueError: head counts do not divide.
     """
 
@@ -81,6 +82,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 "attention_fn cannot be replaced in this module: use flax.nnx.MultiHeadAttention"
             )
         heads_of_keys(num_heads, num_kv_heads)
+        rate = settings.get("dropout_rate", 0.0)
+        values.static_number("dropout_rate", rate, "pass a Python number")
         super().__init__(
             num_heads,
             in_features,

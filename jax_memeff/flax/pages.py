@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_memeff._api.paged import arguments
 from jax_memeff._api.paged.append import append_to_pages
 from jax_memeff._api.paged.arguments import FLOAT8, POOL_DTYPES
 from jax_memeff._api.paged.attention import paged_attention
@@ -123,7 +124,7 @@ def attend_pages(
         key,
         rotary_base,
         positions,
-        in_order=lambda: (_positions(query, pages), _positions(key, pages)),
+        in_order=lambda: _positions(query, key, pages, pools.key_pages),
     )
     query, key, value = dtypes.promote_dtype((query, key, value), dtype=dtype)
     result, dtype_of_pool = query.dtype, pools.key_pages.dtype
@@ -145,7 +146,26 @@ def attend_pages(
     return out.astype(result), pools
 
 
-def _positions(x: jax.Array, pages: Pages) -> jax.Array:
+def _positions(
+    query: jax.Array, key: jax.Array, pages: Pages, key_pages: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The positions of queries and keys in their sequences.
+
+    Raises:
+        ValueError, TypeError: ``pages`` do not fit; ``append_to_pages`` checks them later.
+    """
+    table = arguments.table(pages.page_table, key_pages)
+    batch, longest = table.shape[0], table.shape[1] * key_pages.shape[1]
+    starts = pages.query_starts
+    for name, x in (("query", query), ("key", key)):
+        arguments.tokens((name,), (x,), starts, batch, "heads, H")
+    lengths = arguments.lengths(pages.kv_lengths, batch, longest)
+    if starts is not None:
+        arguments.rows(starts, lengths, len(query), None, len(query))
+    return _position(query, pages), _position(key, pages)
+
+
+def _position(x: jax.Array, pages: Pages) -> jax.Array:
     """The position of each token of ``x`` in its sequence, [B, T] or [tokens]."""
     lengths = jnp.asarray(pages.kv_lengths, jnp.int32)
     if pages.query_starts is None:

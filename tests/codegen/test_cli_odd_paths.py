@@ -2,12 +2,13 @@
 
 import errno
 import os
+import resource
 
 import pytest
 from command_line import environment, run
 
-from jax_memeff import cli
-from jax_memeff.codegen.toolchain import prebuilt
+from jax_memeff import cli, config
+from jax_memeff.codegen.toolchain import prebuilt, program_cache
 from jax_memeff.codegen.toolchain.compile import Compiled
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
@@ -53,6 +54,57 @@ def test_names_that_the_encoding_of_the_output_lacks_are_escaped(
     monkeypatch.setenv("JAX_MEMEFF_KERNELS", str(path))
     code, out = run(capsys, "info")
     assert code == 0 and r"not UTF-8 \udcff.zip: " in out
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("a file", "cannot be used (Not a directory): name another directory"),
+        ("below a file", "cannot be used (Not a directory): name another directory"),
+        ("a name too long", "cannot be used (File name too long): name another directory"),
+        ("of others", "can be written to by other users"),
+        ("none", "there is no home directory: name a directory in JAX_MEMEFF_CACHE_DIR"),
+    ],
+)
+def test_build_ends_if_the_cache_takes_no_kernels(
+    capsys, tmp_path, no_compiler, monkeypatch, kind, said
+):
+    """Without ``--output`` the kernels would be lost, although the command seemed to succeed."""
+    path = tmp_path / "cache"
+    if kind == "none":
+        monkeypatch.setattr(config, "cache_dir", lambda: None)
+    elif kind == "of others":
+        path.mkdir()
+        path.chmod(0o777)
+        monkeypatch.setattr(program_cache, "_warn_once", lambda message: None)
+    elif kind == "a name too long":
+        path = tmp_path / ("k" * 300)
+    else:
+        path.write_text("mine")
+    path = path / "inner" if kind == "below a file" else path
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(path))
+    assert cli.main(BUILD) == 1
+    error = capsys.readouterr().err
+    assert f"{said}" in error and "--output writes an archive instead" in error
+    assert run(capsys, *BUILD, "--output", str(tmp_path / "kernels.zip"))[0] == 0
+
+
+def test_build_ends_if_the_disk_is_full(capsys, no_compiler):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))
+    try:
+        code = cli.main(BUILD)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 1
+    assert "cannot be used (File too large): name another directory" in capsys.readouterr().err
+
+
+def test_info_says_why_the_cache_is_not_used(capsys, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("mine")
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path / "cache"))
+    code, out = run(capsys, "info")
+    assert code == 0 and "cache cannot be used (Not a directory)" in " ".join(out.split())
 
 
 def test_ctrl_c_while_an_archive_is_written_leaves_the_old_one(

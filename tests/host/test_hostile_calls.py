@@ -263,6 +263,27 @@ def test_forged_calls_raise_errors_that_name_the_mistake(corpus, name):
     assert message in error_of(call)
 
 
+NAMES = {
+    "escapes": "bf16\x1b[31m",
+    "not ASCII": "bf16\u00e9\u202e",
+    "longer than a message": "bf16" + "x" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_in_errors_are_short_and_printable(corpus, name):
+    """They come from the file. A terminal must not act on them, and Python must decode them."""
+    for edit in (
+        described("^array query bf16", f"array query {NAMES[name]}"),
+        edited(kernels={"archs": f"sm_90a,{NAMES[name]}"}),
+    ):
+        call = first(corpus)
+        edit(call)
+        error = error_of(call)
+        assert error.isascii() and error.isprintable() and len(error) < 2500
+        assert "export it again with the installed version" in error
+
+
 @pytest.mark.parametrize("dims", [(), (B - 1,), (B + 1,), (B, 1)], ids=str)
 def test_positions_are_one_for_each_batch_index(corpus, dims):
     call = copy.deepcopy(next(call for call in corpus if positions_of(call)))

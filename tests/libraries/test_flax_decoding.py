@@ -46,6 +46,55 @@ def test_nnx_decoding_equals_the_whole_sequence(mask):
     assert_close(jnp.concatenate(outs, 1), whole, 1e-4)
 
 
+LENGTHS = Mask.lengths(key=jnp.array([3, 7]))
+OF_PADDED_PROMPTS = {
+    "lengths": LENGTHS,
+    "and a window": LENGTHS & Mask.window(2, None),
+    "and a window with the other alignment": LENGTHS & Mask.window(2, None, "bottom_right"),
+    "of queries": Mask.lengths(key=jnp.array([5, 9]), query=jnp.array([2, 4])),
+}
+
+
+@pytest.mark.parametrize("name", OF_PADDED_PROMPTS)
+def test_lengths_of_a_mask_do_not_move_windows_in_a_cache(name):
+    """The lengths hide columns of the cache. Rows and columns keep their positions."""
+    layer = nnx_layer(OURS.nnx, num_kv_heads=2)
+    layer.init_cache(LONGEST)
+    step = nnx.jit(lambda layer, x: layer(x, decode=True, mask=OF_PADDED_PROMPTS[name]))
+    outs = [step(layer, INPUTS[:, part]) for part in STEPS]
+
+    row, column = np.arange(10)[:, None], np.arange(10)
+    valid = np.broadcast_to(column <= row, (BATCH, 10, 10)).copy()
+    for batch, length in enumerate((5, 9) if name == "of queries" else (3, 7)):
+        valid[batch] &= column < length
+        if name == "of queries":  # rows count in each call
+            within = np.concatenate([np.arange(part.stop - part.start) for part in STEPS])
+            valid[batch] &= (within < (2, 4)[batch])[:, None]
+    if "window" in name:
+        valid &= row - column <= 2
+    assert_close(jnp.concatenate(outs, 1), layer(INPUTS, mask=valid[:, None]), 1e-4)
+
+
+def test_functions_and_windows_count_alike_in_a_full_cache():
+    """New tokens of a full cache replace its last ones, so the last row is at its last column."""
+    outs = []
+    for mask in (Mask.window(2, 0), Mask.function(lambda b, h, q, k: (q - k <= 2) & (k <= q))):
+        layer = nnx_layer(OURS.nnx, num_kv_heads=2)
+        layer.init_cache((BATCH, 6, FEATURES))
+        for part in (slice(0, 6), slice(6, 8), slice(8, 9)):
+            out = layer(INPUTS[:, part], decode=True, mask=mask)
+        outs.append(out)
+    assert_close(outs[0], outs[1], 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.float8_e4m3fn, jnp.complex64])
+def test_a_cache_that_cannot_hold_keys_is_named(dtype):
+    layer = nnx_layer(OURS.nnx, num_kv_heads=2)
+    layer.init_cache(LONGEST, dtype=dtype)
+    with pytest.raises(TypeError, match=f"cached_key must be one of .* got {jnp.dtype(dtype)}"):
+        layer(INPUTS[:, :1], decode=True)
+
+
 def test_linen_decoding_equals_the_whole_sequence():
     layer = make("linen", num_kv_heads=2, rotary_base=100.0, decode=True)
     cache = quickly(layer.init, jax.random.key(0), jnp.zeros(LONGEST))["cache"]

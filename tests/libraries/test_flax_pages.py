@@ -220,6 +220,41 @@ def test_pages_have_their_type():
         layer(X[0][None], pages=(PAGES.page_table, PAGES.kv_lengths))
 
 
+TABLE = PAGES.page_table
+WRONG: Any = Pages  # with arguments of wrong types
+MISFITS = {
+    "no lengths": (WRONG(TABLE, None), TypeError, "kv_lengths must be an array, got None"),
+    "text": (WRONG(TABLE, "y"), TypeError, "kv_lengths must be an array, got str"),
+    "a number": (WRONG(TABLE, 37), ValueError, r"kv_lengths must have shape \[B\] = \[1\]"),
+    "two": (WRONG(TABLE, [37, 37]), ValueError, r"kv_lengths must have shape \[B\] = \[1\]"),
+    "starts": (
+        WRONG(TABLE, [37], jnp.array([0, 37])),
+        ValueError,
+        r"query must have shape \[tokens, heads, H\], because query_starts is given",
+    ),
+    "batch": (
+        WRONG(jnp.zeros((2, 3), int), [37, 37]),
+        ValueError,
+        r"query must have shape \[B, T, heads, H\] with B = 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_pages_that_do_not_fit_are_named_before_positions_are_computed(name):
+    pages, error, message = MISFITS[name]
+    layer = nnx_layer(rotary_base=100.0)
+    layer.init_pages(4, 16)
+    with pytest.raises(error, match=message):
+        layer(X[0][None], pages=pages)
+
+
+@pytest.mark.parametrize("rate", ["x", None, [0.1], 1j])
+def test_a_rate_that_is_no_number_is_named(rate):
+    with pytest.raises(TypeError, match="dropout_rate must be a number, got"):
+        nnx_layer(dropout_rate=rate)
+
+
 def test_missing_caches():
     with pytest.raises(ValueError, match=r"call init_pages\(pages, page_size\) first"):
         nnx_layer()(X[0][None], pages=PAGES)

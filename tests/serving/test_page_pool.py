@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -213,3 +215,45 @@ def test_a_copy_is_a_pool_of_its_own():
     pool.free(first)
     assert (pool.free_pages, other.free_pages) == (3, 2)
     assert other.table([second], max_pages=1).tolist() == [[1]]
+
+
+def test_threads_share_a_pool():
+    """Two threads never take the same page, and none is lost, also when pages run out."""
+    errors: list[Exception] = []
+
+    def serve(pool):
+        for _ in range(200):
+            try:
+                name = pool.allocate(40)
+            except OutOfPagesError:
+                continue
+            try:
+                pool.grow(name, 20)
+                child, _ = pool.fork(name, 35)
+                pool.free(child)
+            except Exception as error:
+                if not isinstance(error, OutOfPagesError):
+                    errors.append(error)
+            pool.free(name)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-7)
+    try:
+        for _ in range(10):
+            pool = PagePool(pages=12, page_size=16)
+            threads = [threading.Thread(target=serve, args=(pool,)) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not errors
+            assert sorted(pool.pages_of(pool.allocate(12 * 16))) == list(range(12))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_pool_can_be_asked_for_its_sequences_while_it_answers():
+    pool = PagePool(pages=4, page_size=16)
+    pool.allocate(20)
+    assert pool.lengths(name for name in pool.sequences).tolist() == [20]
+    assert pool.lengths(x for x in (0,) if pool.pages_of(x)).tolist() == [20]

@@ -45,6 +45,27 @@ def test_a_terminal_shows_one_line_that_disappears(capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
+class OnlyWrite:
+    """Programs that log their standard error replace it by such an object."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def test_a_stream_that_cannot_show_the_line_is_no_error(monkeypatch):
+    """The line is not worth a failed compilation."""
+    closed = io.StringIO()
+    closed.close()
+    ascii_only = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(ascii_only, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in (OnlyWrite(), closed, ascii_only):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with progress.line("compiling"):
+            pass
+    assert ascii_only.buffer.getvalue() == b""
+
+
 def test_files_and_the_setting_have_no_line(monkeypatch):
     stream = terminal(monkeypatch)
     monkeypatch.setattr(stream, "isatty", lambda: False)

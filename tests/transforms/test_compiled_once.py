@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -84,3 +86,22 @@ def test_the_second_call_compiles_nothing(name):
         second = call()
     assert not programs
     jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, jax_memeff
+
+def step(x):
+    print("traced")
+    return jax_memeff.dot_product_attention(x, x, x, is_causal=True)
+
+step = jax.jit(step)
+step(jnp.ones((1, 8, 2, 8)))
+step(jnp.ones((1, 8, 2, 8)))
+"""
+
+
+def test_a_fresh_process_traces_a_function_once():
+    """Modules that are first imported while JAX traces must not change its configuration."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "traced\n"), done.stderr

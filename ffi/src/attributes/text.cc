@@ -3,14 +3,24 @@
 #include <charconv>
 
 namespace memeff::host {
+namespace {
+
+std::string printable(std::string_view text) {
+  std::string result;
+  for (char character : text) result += character >= ' ' && character <= '~' ? character : '?';
+  return result;
+}
+
+}  // namespace
 
 xla::ffi::Error failure(xla::ffi::ErrorCode code, const std::string& message) {
-  return xla::ffi::Error(code, "jax_memeff: " + message);
+  return xla::ffi::Error(code, "jax_memeff: " + printable(message));
 }
 
 xla::ffi::Error malformed(const std::string& message) {
+  constexpr size_t kMost = 2000;
   return failure(xla::ffi::ErrorCode::kInvalidArgument,
-                 message +
+                 message.substr(0, kMost) + (message.size() > kMost ? "..." : "") +
                      " (the program was changed, or another version of jax_memeff exported it: "
                      "export it again with the installed version)");
 }
@@ -37,11 +47,7 @@ std::optional<long long> parse_number(std::string_view text, long long least, lo
 
 std::string quoted(std::string_view text) {
   constexpr size_t kMost = 60;
-  std::string result = "'";
-  for (char character : text.substr(0, kMost)) {
-    result += character >= ' ' && character <= '~' ? character : '?';
-  }
-  return result + (text.size() > kMost ? "...'" : "'");
+  return "'" + printable(text.substr(0, kMost)) + (text.size() > kMost ? "...'" : "'");
 }
 
 }  // namespace memeff::host

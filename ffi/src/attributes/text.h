@@ -10,7 +10,8 @@
 
 namespace memeff::host {
 
-// An error whose message begins with the name of the library.
+// An error whose message begins with the name of the library. Characters that a terminal would act
+// on, and those that are not ASCII, become question marks: Python refuses text that is not UTF-8.
 xla::ffi::Error failure(xla::ffi::ErrorCode code, const std::string& message);
 
 // An error for an attribute that this version of the library did not write; the message advises to

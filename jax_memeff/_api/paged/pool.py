@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import threading
+from collections.abc import Callable, Iterable
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
 from jax_memeff._call.values import size, static_integer
 from jax_memeff.codegen.features.pages import MULTIPLE
 from jax_memeff.errors import OutOfPagesError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _INT32_MAX = np.iinfo(np.int32).max
 """Page tables and ``kv_lengths`` are int32."""
@@ -37,12 +42,25 @@ class _Sequence:
         self.pages, self.length = pages, length
 
 
+def _exclusive(
+    method: Callable[Concatenate[PagePool, _P], _R],
+) -> Callable[Concatenate[PagePool, _P], _R]:
+    """A method that no other thread interrupts: two would take the same page."""
+
+    @functools.wraps(method)
+    def locked(self: PagePool, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return locked
+
+
 class PagePool:
     """The pages of a pool and the sequences that own them: host-side bookkeeping, no device arrays.
 
     Sequences are named by integers, which are never reused. Full pages may belong to several
     sequences (:meth:`fork`); the page that a sequence's next token is written to belongs to that
-    sequence only. A method that raises changes nothing.
+    sequence only. A method that raises changes nothing. Threads may share a pool.
 
     Args:
         pages: The number of pages, the first dim of ``key_pages``.
@@ -84,6 +102,16 @@ free a sequence, or wait until one ends
         self._owners = [0] * self._pages
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
+        # Reentrant, because an argument may be a generator that asks this pool.
+        self._lock = threading.RLock()
+
+    @_exclusive
+    def __getstate__(self) -> dict[str, Any]:
+        return deepcopy({name: x for name, x in vars(self).items() if name != "_lock"})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.RLock()
 
     def __copy__(self) -> PagePool:
         # With common lists, a page that one pool gives away would still be free in the other.
@@ -105,10 +133,12 @@ free a sequence, or wait until one ends
         return len(self._free)
 
     @property
+    @_exclusive
     def sequences(self) -> tuple[int, ...]:
         """The names of all sequences, in the order of their creation."""
         return tuple(self._sequences)
 
+    @_exclusive
     def allocate(self, tokens: int = 0) -> int:
         """Create a sequence of ``tokens`` tokens, allocate its pages, and return its name.
 
@@ -119,6 +149,7 @@ free a sequence, or wait until one ends
         tokens = _length(_count("tokens", tokens))
         return self._new(self._take(self._pages_for(tokens)), tokens)
 
+    @_exclusive
     def grow(self, sequence: int, tokens: int = 1) -> None:
         """Add tokens to a sequence, and new pages if its last page is full.
 
@@ -132,6 +163,7 @@ free a sequence, or wait until one ends
         own.pages += self._take(self._pages_for(length) - len(own.pages))
         own.length = length
 
+    @_exclusive
     def shrink(self, sequence: int, tokens: int) -> PageCopy | None:
         """Remove the last tokens of a sequence, such as rejected speculative tokens.
 
@@ -170,6 +202,7 @@ free a sequence, or wait until one ends
         own.pages[-1] = target
         return copy
 
+    @_exclusive
     def fork(self, sequence: int, length: int | None = None) -> Fork:
         """Create a sequence with the first tokens of another one; both share its full pages.
 
@@ -194,6 +227,7 @@ free a sequence, or wait until one ends
         copy = PageCopy(parent.pages[full], own[0]) if rest else None
         return Fork(self._new(parent.pages[:full] + own, length), copy)
 
+    @_exclusive
     def free(self, sequence: int) -> None:
         """End a sequence, and free the pages that no other sequence owns.
 
@@ -203,10 +237,12 @@ free a sequence, or wait until one ends
         self._give_back(self._sequence(sequence).pages)
         del self._sequences[int(sequence)]
 
+    @_exclusive
     def pages_of(self, sequence: int) -> tuple[int, ...]:
         """The pages of a sequence, in the order of its tokens."""
         return tuple(self._sequence(sequence).pages)
 
+    @_exclusive
     def table(self, sequences: Iterable[int], max_pages: int) -> np.ndarray:
         """The ``page_table`` of these sequences, int32[B, max_pages]; -1 beyond their pages.
 
@@ -229,6 +265,7 @@ free a sequence, or wait until one ends
             row[: len(pages)] = pages
         return found
 
+    @_exclusive
     def lengths(self, sequences: Iterable[int]) -> np.ndarray:
         """The ``kv_lengths`` of these sequences, int32[B]."""
         return np.array([self._sequence(name).length for name in _names(sequences)], np.int32)

@@ -6,10 +6,12 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jax import dtypes
 
 from jax_memeff._call import values
 from jax_memeff._call.mask.computed_blocks import BLOCK
 from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
+from jax_memeff._call.mask.window import TracedWindow
 
 if TYPE_CHECKING:
     from jax_memeff._call.mask.mask import Mask
@@ -60,6 +62,9 @@ def of_mask(
         _segment_ids("key segment ids", key_ids, batch, columns)
     for array in mask.booleans:
         boolean(array, scores)
+    _captured(mask)
+    for window in mask.traced_windows:
+        _traced_window(window, scores[0])
     for lists in mask.block_lists:
         _block_lists(lists, scores)
     for levels in mask.block_masks:
@@ -102,6 +107,42 @@ def _segment_ids(name: str, value: Any, batch: int, length: int) -> None:
         )
 
 
+def _captured(mask: Mask) -> None:
+    """Check that the arrays of functions are those that were traced.
+
+    Hazard: a kernel reads memory as the traced dtype. ``jax.tree.map`` over a mask can cast it.
+    """
+    expected = [array for program in mask.functions for array in program.arrays]
+    if len(expected) != len(mask.captured):
+        raise TypeError(
+            f"Mask.captured must be the {len(expected)} arrays that the functions of the mask read,"
+            f" got {len(mask.captured)}; use Mask.function"
+        )
+    for traced, value in zip(expected, mask.captured, strict=True):
+        array = values.array("an array that a mask function reads", value)
+        names = (array.dtype.name, dtypes.canonicalize_dtype(array.dtype).name)
+        # Those of a canonical mask have a batch dim of 1.
+        is_ranked = array.ndim == traced.ndim or array.shape[: array.ndim - traced.ndim] == (1,)
+        if traced.dtype not in names or not is_ranked:
+            raise TypeError(
+                f"an array that a mask function reads must be {traced.dtype} of rank {traced.ndim},"
+                f" as it was in Mask.function, got {array.dtype} of shape {tuple(array.shape)}: do"
+                " not cast or reshape the arrays of a Mask (jax.tree.map), or call Mask.function"
+                " again"
+            )
+
+
+def _traced_window(window: TracedWindow, batch: int) -> None:
+    for side in ("left", "right"):
+        if (bound := getattr(window, side)) is None:
+            continue
+        array = values.integers(f"window {side}", bound)
+        if array.shape not in ((), (1,), (batch,)):
+            raise ValueError(
+                f"window {side} must be one integer, got an array of shape {tuple(array.shape)}"
+            )
+
+
 def _block_mask(levels: Any, scores: Scores) -> None:
     """Check that a block mask was computed for the sizes of a call."""
     batch, heads, *sizes = scores
@@ -125,6 +166,8 @@ def _or_1(size: int) -> str:
 def _block_lists(lists: KvBlocks | BlockTable, scores: Scores) -> None:
     """Check that lists of KV blocks have the batch, the heads and the Q blocks of a call."""
     batch, heads, rows, _ = scores
+    if isinstance(lists, KvBlocks):
+        lists = KvBlocks.of(lists.indices, lists.counts, lists.block_size)
     own = lists.shape if isinstance(lists, KvBlocks) else lists.listed.shape
     first, second, blocks, _ = own
     expected = -(-rows // lists.block_size[0])
@@ -158,6 +201,6 @@ def _fields(mask: Mask) -> None:
     )
     expect("block_lists", are_lists, "a tuple of lists", "Mask.kv_blocks")
     are_ranked = isinstance(mask.block_masks, tuple) and all(
-        getattr(levels, "ndim", 0) == 4 for levels in mask.block_masks
+        getattr(levels, "ndim", 0) == 4 and levels.dtype == np.uint8 for levels in mask.block_masks
     )
-    expect("block_masks", are_ranked, "a tuple of arrays of rank 4", "Mask.blocks")
+    expect("block_masks", are_ranked, "a tuple of uint8 arrays of rank 4", "Mask.blocks")

@@ -35,6 +35,16 @@ class Window:
 
         return Window(smaller(self.left, other.left), smaller(self.right, other.right))
 
+    def traced(self) -> TracedWindow:
+        """The same window with bounds that are data, aligned top-left."""
+
+        def array(bound: int | None) -> jax.Array | None:
+            if bound is None:
+                return None
+            return jnp.int32(max(-_MOST_TRACED, min(bound, _MOST_TRACED)))
+
+        return TracedWindow(array(self.left), array(self.right), "top_left")
+
     @staticmethod
     def of(left: int | None, right: int | None) -> Window:
         """The window with bounds clamped to int32.
@@ -64,7 +74,7 @@ class TracedWindow:
             return None
         return TracedWindow(_traced("left", left), _traced("right", right), alignment)
 
-    def moved(self, distance: int) -> TracedWindow:
+    def moved(self, distance: int | jax.Array) -> TracedWindow:
         """The same window, aligned top-left; its diagonal is ``distance`` further to the right."""
         return TracedWindow(
             None if self.left is None else self.left - distance,

@@ -195,3 +195,43 @@ def test_calls_without_elements(sizes):
         assert out.shape == query.shape and (lse == -jnp.inf).all(), name
         blocked = jax.jit(lambda *arrays, mask=mask: mask.blocks(*arrays))(query, key)
         assert jax.jit(blocked.as_array, static_argnums=range(4))(batch, 2, rows, columns).size == 0
+
+
+CASTS = {
+    "bfloat16": lambda x: x.astype(jnp.bfloat16),
+    "int32": lambda x: x.astype(jnp.int32),
+    "rank": lambda x: jnp.stack([x, x]),
+    "nothing": lambda x: None,
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_arrays_of_a_function_keep_the_types_that_it_was_traced_with(name):
+    """Kernels would read memory of one dtype as another one, and beyond its end."""
+    limits = jnp.arange(T) + 0.5
+    mask = jax.tree.map(CASTS[name], Mask.function(lambda b, h, q, k: k < limits[q]))
+    for made in (mask, Mask.causal() | mask):
+        with pytest.raises(TypeError, match="an array that a mask function reads must be"):
+            dot_product_attention(QUERY, KEY, KEY, mask=made)
+    if name != "nothing":
+        with pytest.raises(TypeError, match=r"float32 of rank 1.* do not cast or reshape"):
+            jax.eval_shape(lambda mask: dot_product_attention(QUERY, KEY, KEY, mask=mask), mask)
+
+
+def test_arrays_of_lists_and_windows_are_checked_again():
+    """``jax.tree.map`` changes them after the constructors of masks have checked them."""
+    lists = Mask.kv_blocks(np.zeros((1, 1, 1, 1), int), block_size=T)
+    window = jax.jit(lambda left: Mask.window(left, 0))(jnp.int32(2))
+    blocked = Mask.function(lambda b, h, q, k: k < 3).blocks(QUERY, KEY)
+    for mask, said in (
+        (lists, "KV block indices must be integers"),
+        (window, "window left must be integers"),
+        (blocked, "Mask.block_masks must be a tuple of uint8 arrays"),
+    ):
+        mask = jax.tree.map(lambda x: x.astype(jnp.float32), mask)
+        with pytest.raises(TypeError, match=said):
+            dot_product_attention(QUERY, KEY, KEY, mask=mask)
+    for mask, said in ((lists, "KV block indices must have shape"), (window, "one integer, got")):
+        mask = jax.tree.map(lambda x: jnp.stack([x] * 3), mask)
+        with pytest.raises(ValueError, match=said):
+            dot_product_attention(QUERY, KEY, KEY, mask=mask)

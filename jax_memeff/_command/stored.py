@@ -1,0 +1,24 @@
+"""``build`` without ``--output``: a kernel that no later process finds is an error."""
+
+from __future__ import annotations
+
+from jax_memeff._command.output import OutputError
+from jax_memeff.codegen.toolchain import program_cache
+from jax_memeff.codegen.toolchain.compile import Compiled
+from jax_memeff.errors import CompileError
+
+
+def require(result: Compiled | CompileError) -> None:
+    """Raise if a kernel was compiled and the cache takes none, for example on a full disk.
+
+    Raises:
+        OutputError: the message says why, and what to do.
+    """
+    if isinstance(result, CompileError) or result.cached:
+        return
+    cache = program_cache.current()
+    if reason := cache.refusal() or cache.unwritable():
+        raise OutputError(
+            f"the kernels would be lost, because the cache does not take them: {reason}; --output "
+            "writes an archive instead"
+        )
