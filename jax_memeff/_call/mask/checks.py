@@ -121,7 +121,7 @@ def _captured(mask: Mask) -> None:
     for traced, value in zip(expected, mask.captured, strict=True):
         array = values.array("an array that a mask function reads", value)
         names = (array.dtype.name, dtypes.canonicalize_dtype(array.dtype).name)
-        # Those of a canonical mask have a batch dim of 1.
+        # In a canonical mask these arrays have a batch dim of 1.
         is_ranked = array.ndim == traced.ndim or array.shape[: array.ndim - traced.ndim] == (1,)
         if traced.dtype not in names or not is_ranked:
             raise TypeError(

@@ -37,13 +37,17 @@ class Window:
 
     def traced(self) -> TracedWindow:
         """The same window with bounds that are data, aligned top-left."""
+        own = self.clamped(_MOST_TRACED)
+        left, right = (None if x is None else jnp.int32(x) for x in (own.left, own.right))
+        return TracedWindow(left, right, "top_left")
 
-        def array(bound: int | None) -> jax.Array | None:
-            if bound is None:
-                return None
-            return jnp.int32(max(-_MOST_TRACED, min(bound, _MOST_TRACED)))
+    def clamped(self, most: int) -> Window:
+        """The window with bounds in [-most, most]."""
 
-        return TracedWindow(array(self.left), array(self.right), "top_left")
+        def fitting(bound: int | None) -> int | None:
+            return None if bound is None else max(-most, min(bound, most))
+
+        return Window(fitting(self.left), fitting(self.right))
 
     @staticmethod
     def of(left: int | None, right: int | None) -> Window:
@@ -51,11 +55,7 @@ class Window:
 
         This changes no mask, because no column minus row reaches the clamped bounds.
         """
-
-        def fitting(bound: int | None) -> int | None:
-            return None if bound is None else max(-INT32_MAX, min(bound, INT32_MAX))
-
-        return Window(fitting(left), fitting(right))
+        return Window(left, right).clamped(INT32_MAX)
 
 
 @jax.tree_util.register_dataclass
