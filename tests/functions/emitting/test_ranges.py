@@ -148,3 +148,13 @@ def test_bounds_decide_by_products_with_powers_of_two(name):
     zero = Range.exact(jnp.int32(0))
     inputs = {"batch": zero, "head": zero, "query": zero, "key": Range.exact(jnp.int32(63))}
     assert evaluate(program, inputs, []).low
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_results_that_overflow_may_be_finite_in_a_kernel(sign):
+    infinity = Range.exact(jnp.float32(sign * np.inf))
+    found = applied(Value("asinh", "float32"), [infinity], [None])
+    bounds = sorted(float(bound) for bound in found[:2])
+    finite = sign * np.finfo("f4").max
+    np.testing.assert_allclose(bounds, sorted([finite, sign * np.inf]), rtol=2e-6)
+    assert bounds[0] <= finite <= bounds[1]

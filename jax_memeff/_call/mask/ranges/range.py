@@ -57,10 +57,16 @@ class Range(NamedTuple):
         return self.widened() if self.is_product else self
 
     def widened(self) -> Range:
-        """The range of floats whose last bits are unknown."""
-        low = self.low - jnp.abs(self.low) * MORE_THAN_ROUNDING
-        high = self.high + jnp.abs(self.high) * MORE_THAN_ROUNDING
-        return Range(low, high)
+        """The range of floats whose last bits are unknown.
+
+        A result that overflows here may be just finite in a kernel, so infinity is widened to the
+        largest floats.
+        """
+        most = float(jnp.finfo(jnp.result_type(self.low)).max)
+        low, high = jnp.minimum(self.low, most), jnp.maximum(self.high, -most)
+        return Range(
+            low - jnp.abs(low) * MORE_THAN_ROUNDING, high + jnp.abs(high) * MORE_THAN_ROUNDING
+        )
 
 
 Rule = Callable[[Value, list[Range], list[Any]], Range | None]
