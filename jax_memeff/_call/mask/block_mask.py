@@ -96,7 +96,7 @@ def _id_ranges(ids: jax.Array, tile: int) -> jax.Array:
     """[3, B, tiles]: smallest id, smallest non-negative id, and largest id of each tile."""
     count = -(-ids.shape[1] // tile)
     padding = (0, 0), (0, count * tile - ids.shape[1])
-    tiles = jnp.pad(ids, padding, mode="edge").reshape(-1, count, tile)
+    tiles = jnp.pad(ids, padding, mode="edge").reshape(ids.shape[0], count, tile)
     natural = jnp.where(tiles < 0, np.iinfo(np.int32).max, tiles)
     return jnp.stack([tiles.min(2), natural.min(2), tiles.max(2)])
 

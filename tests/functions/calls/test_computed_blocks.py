@@ -142,6 +142,15 @@ def test_traced_windows_and_lengths(assert_close):
     assert_close(got, want, 1e-6)
 
 
+@pytest.mark.parametrize("T, S", [(0, 130), (130, 0)])
+def test_segments_without_rows_or_columns(T, S):
+    mask = Mask.segments(jnp.zeros((B, T), jnp.int32), jnp.zeros((B, S), jnp.int32))
+    query, key = jnp.ones((B, T, N, H)), jnp.ones((B, S, N, H))
+    blocked = mask.blocks(query, key)
+    assert blocked.block_masks[0].shape == (B, 1, -(-T // 64), -(-S // 64))
+    assert not dot_product_attention(query, key, key, mask=blocked).any()
+
+
 def test_layers_of_a_scan(assert_close):
     """The block mask is computed before the loop."""
     mask = MASKS["function"]
