@@ -10,6 +10,7 @@ Its values are those of a program with two more operations:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -291,3 +292,42 @@ class Graph:
         if value.op == "min":
             return all(map(self.never_negative, value.args))
         return value.op == "max" and any(map(self.never_negative, value.args))
+
+
+_LINEAR_IN_ALL = frozenset({"add", "sub", "neg"})
+
+
+def are_linear(graph: Graph, results: Iterable[int], variables: Iterable[int]) -> bool:
+    """Whether each result is 0 or a linear function of the variables together.
+
+    Other values count as constants. A sum of products that cancel a constant counts as not linear.
+
+    >>> graph = Graph()
+    >>> x, two = graph.add("score", "float32"), graph.number(2.0, "float32")
+    >>> double, shifted = (graph.add(op, "float32", (x, two)) for op in ("mul", "add"))
+    >>> are_linear(graph, [double], [x]), are_linear(graph, [shifted], [x])
+    (True, False)
+    """
+    linear = set(variables)
+    nonlinear: set[int] = set()
+
+    def is_homogeneous(index: int) -> bool:
+        return index in linear or graph.static(index) == 0
+
+    for index, value in enumerate(graph.values):
+        moving = [arg in linear for arg in value.args]
+        if nonlinear.intersection(value.args):
+            nonlinear.add(index)
+        elif any(moving):
+            if value.op in _LINEAR_IN_ALL:
+                is_linear = all(map(is_homogeneous, value.args))
+            elif value.op == "select_n":
+                is_linear = not moving[0] and all(map(is_homogeneous, value.args[1:]))
+            elif value.op == "mul":
+                is_linear = moving.count(True) == 1
+            elif value.op == "div":
+                is_linear = moving == [True, False]
+            else:
+                is_linear = value.op == "convert_element_type" and value.dtype.startswith("float")
+            (linear if is_linear else nonlinear).add(index)
+    return all(map(is_homogeneous, results))

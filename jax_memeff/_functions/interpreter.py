@@ -11,8 +11,9 @@ A variable of the jaxpr is one of:
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jax_memeff._functions import array_rules, indexing, outside, scalar_rules
-from jax_memeff._functions.graph import Graph
+from jax_memeff._functions.graph import Graph, are_linear
 from jax_memeff._functions.views import (
     CLIP,
     MOST_ELEMENTS,
@@ -43,6 +44,15 @@ _READS_IN_RULE = (
     "a function with a derivative rule of its own (custom_jvp, custom_vjp) reads an array that it "
     "closes over, so the array would get no gradient; read the element outside and pass it to the "
     "function"
+)
+_NOT_LINEAR = (
+    "the backward of a custom_vjp is not linear in its cotangent (it clips it, for example), but "
+    "kernels multiply one derivative by the cotangent of each score; write a backward that is "
+    "linear, or apply the custom_vjp to an array before the function reads it"
+)
+_MUTABLE = (
+    "it uses a mutable array (jax.new_ref), but kernels neither write to arrays nor see later "
+    "changes; read it outside of the function, array = ref[...], and close over the result"
 )
 _LOOPS = frozenset({"scan", "while"})
 
@@ -128,6 +138,8 @@ class Interpreter:
 
     def _equation(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
         name = equation.primitive.name
+        if any(isinstance(x, jax.Ref) for x in inputs):
+            raise NotScalarError(_MUTABLE)
         if name in _IDENTITIES and not _is_outside(inputs[0]):
             return inputs
         if all(isinstance(x, np.ndarray) for x in inputs):
@@ -244,7 +256,10 @@ class Interpreter:
         if self.graph.float_reads_asked > before:
             raise NotScalarError(_READS_IN_RULE)
         number = len(self.calls)
-        self.calls.append(CustomCall(outside.alone(self._nested[-1][0], equation), tuple(small)))
+        call = CustomCall(outside.alone(self._nested[-1][0], equation), tuple(small))
+        if equation.primitive.name == "custom_vjp_call" and not _is_backward_linear(call, plain):
+            raise NotScalarError(_NOT_LINEAR)
+        self.calls.append(call)
         used = [int(e) for x in small if isinstance(x, Scalars) for e in x.elements.flat]
         results = []
         for output, x in enumerate(plain):
@@ -316,6 +331,41 @@ class Interpreter:
                 "custom", dtype, (element, self._taken[-1], element), params
             )
         return Scalars(elements, x.dtype)
+
+
+def _is_backward_linear(call: CustomCall, results: Sequence[Scalars]) -> bool:
+    """Whether the gradients of a call with these results are linear in their cotangents."""
+    is_float = [jax.numpy.issubdtype(x.dtype, jax.numpy.floating) for x in call.inputs]
+    kept = [jax.numpy.issubdtype(x.dtype, jax.numpy.floating) for x in results]
+
+    def gradients(cotangents: list[Any], inputs: list[Any]) -> list[Any]:
+        def function(*floats: Any) -> list[Any]:
+            left = iter(floats)
+            own = (next(left) if moves else x for moves, x in zip(is_float, inputs, strict=True))
+            return [x for x, keep in zip(call.function(*own), kept, strict=True) if keep]
+
+        floats = (x for moves, x in zip(is_float, inputs, strict=True) if moves)
+        return list(jax.vjp(function, *floats)[1](cotangents))
+
+    def types(arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+
+    given = [x for x, keep in zip(results, kept, strict=True) if keep], call.inputs
+    jaxpr = jax.make_jaxpr(gradients)(*map(types, given))
+    graph, variables = Graph(), list[Scalars]()
+    for number, x in enumerate(itertools.chain(*given)):
+        elements = np.empty(x.shape, int)
+        for index, position in enumerate(np.ndindex(x.shape)):
+            params = {"argument": number, "element": index}
+            dtype = scalar_rules.scalar_type(x.dtype)
+            elements[position] = graph.add("argument", dtype, (), params)
+        variables.append(Scalars(elements, np.dtype(x.dtype)))
+    interpreter = Interpreter(graph, custom_rules=False, structural=True)
+    found = [interpreter.scalars(x) for x in interpreter.run(jaxpr, variables)]
+    cotangents = variables[: len(given[0])]
+    return are_linear(
+        graph, *(itertools.chain(*(x.elements.flat for x in xs)) for xs in (found, cotangents))
+    )
 
 
 def _derivative_if(taken: jax.Array, x: jax.Array) -> list[jax.Array]:

@@ -23,8 +23,9 @@ _MOST_NUMBERS = 4096
 
 
 def constant(const: Any) -> Any:
-    """A constant of a jaxpr: a JAX array, or numbers."""
-    return const if isinstance(const, jax.Array) else np.asarray(const)
+    """A constant of a jaxpr: a JAX array, numbers, or a mutable array."""
+    # NumPy would read a traced reference forever.
+    return const if isinstance(const, jax.Array | jax.Ref) else np.asarray(const)
 
 
 def literal(atom: Literal) -> np.ndarray:

@@ -139,6 +139,28 @@ def test_keys_of_random_numbers():
     assert "key<" in message
 
 
+@pytest.mark.parametrize("where", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_mutable_arrays(where):
+    """NumPy read a traced one forever, and raised an error about its bounds otherwise."""
+    reference = jax.new_ref(jnp.arange(4.0))
+
+    def written(s, b, h, q, k):
+        reference[0] = 5.0
+        return s
+
+    for function in (
+        lambda s, b, h, q, k: s + reference[h],
+        lambda s, b, h, q, k: s + reference[...][h],
+        written,
+    ):
+        with pytest.raises(UnsupportedError) as caught:
+            where(lambda own=function: traced_score_function(own)[1])()
+        message = str(caught.value)
+        assert "mutable array" in message and f"{Path(__file__).name}:" in message
+    assert reference[0] == 0
+    mask_error(UnsupportedError, lambda b, h, q, k: reference[k] > 0)
+
+
 def test_a_rule_that_reads_inside():
     @jax.custom_jvp
     def biased(x, h):
@@ -159,6 +181,37 @@ def test_a_derivative_without_scalar_form():
     )
     message = score_error(UnsupportedError, lambda s, b, h, q, k: function(s))
     assert "its derivative" in message and "`lgamma`" in message
+
+
+def test_a_rule_that_is_not_linear_in_its_cotangent():
+    """Kernels multiply one derivative by the cotangent of the score."""
+
+    def with_rule(backward):
+        @jax.custom_vjp
+        def function(x):
+            return 2 * x
+
+        function.defvjp(lambda x: (2 * x, x), lambda x, cotangent: (backward(x, cotangent),))
+        return lambda s, b, h, q, k: function(s) + function(TABLE[h, k])
+
+    for backward in (
+        lambda x, g: jnp.clip(g, -1, 1),
+        lambda x, g: jnp.sign(g) * x,
+        lambda x, g: g + 1,
+        lambda x, g: g * g,
+        lambda x, g: jnp.where(g > 0, g, 0),
+    ):
+        message = score_error(UnsupportedError, with_rule(backward))
+        assert "is not linear in its cotangent" in message
+        assert line_of("return lambda s, b, h, q, k: function(s)") in message
+    for backward in (
+        lambda x, g: jnp.where(x > 0, -3 * g, x * g / 4) - g,
+        lambda x, g: jax.lax.cond(x > 0, lambda g: g * x, lambda g: 0 * g, g),
+        lambda x, g: jnp.stack([g, x * g]) @ jnp.array([1.0, 2.0]),
+        lambda x, g: g.astype(jnp.bfloat16).astype(jnp.float32),
+        lambda x, g: jnp.zeros_like(x),
+    ):
+        traced_score_function(with_rule(backward))
 
 
 def test_an_operation_without_a_derivative():
