@@ -54,7 +54,11 @@ def array(name: str, value: Any) -> Any:
                 else ""
             )
         )
-    # Arrays from files may have the other byte order, which JAX does not convert.
+    return _in_native_order(value)
+
+
+def _in_native_order(value: np.ndarray) -> np.ndarray:
+    """Arrays from files may have the other byte order, which JAX does not convert."""
     return value.astype(value.dtype.newbyteorder("="), copy=False)
 
 

@@ -127,8 +127,7 @@ def test_strict_promotion_of_16_bit_gradients(request):
     narrow = [x.astype(jnp.bfloat16) for x in arrays(3)[:3]]
     operands = [put(mesh, x, *spec) for x, spec in zip(narrow, specs, strict=True)]
     # Not by a context manager: the compiler may ask for the program of a device in another thread.
-    before = jax.config.jax_numpy_dtype_promotion
-    request.addfinalizer(lambda: jax.config.update("jax_numpy_dtype_promotion", before))
+    request.addfinalizer(lambda: jax.config.update("jax_numpy_dtype_promotion", "standard"))
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     run(jax.jit(jax.grad(loss, (0, 1, 2))), *operands)
 
