@@ -91,7 +91,8 @@ def token_indices(starts: jax.Array, lengths: jax.Array, longest: int, tokens: i
     >>> token_indices(jnp.array([0, 3]), jnp.array([3, 1]), longest=4, tokens=5).tolist()
     [[0, 1, 2, 5], [3, 5, 5, 5]]
     """
-    position = lax.iota(jnp.int32, longest)
+    shape = (*lengths.shape, longest)
+    position = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     return jnp.where(position < lengths[..., None], starts[..., None] + position, tokens)
 
 

@@ -49,7 +49,7 @@ def of_rows(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | boo
         if lengths is None:
             return sinks[:, None], True
         rows = jnp.arange(operands.query.shape[1], dtype=lengths.dtype)
-        return sinks[:, None], (rows < lengths[:, None])[..., None]
+        return sinks[:, None], (rows[None] < lengths[:, None])[..., None]
     sequences, tokens = operands.sequences, jnp.arange(operands.query.shape[1], dtype=jnp.int32)
     if not sequences.query_lengths.size:  # JAX cannot index an empty array
         return own[None], jnp.zeros((1, tokens.size, 1), bool)

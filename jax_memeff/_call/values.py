@@ -54,7 +54,12 @@ def array(name: str, value: Any) -> Any:
                 else ""
             )
         )
-    return value
+    return _in_native_order(value)
+
+
+def _in_native_order(value: np.ndarray) -> np.ndarray:
+    """Arrays from files may have the other byte order, which JAX does not convert."""
+    return value.astype(value.dtype.newbyteorder("="), copy=False)
 
 
 def _from_list(name: str, value: list[Any] | tuple[Any, ...]) -> np.ndarray:

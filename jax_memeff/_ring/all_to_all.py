@@ -54,19 +54,19 @@ def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
 def _whole_sequence(operands: Operands, ring: Ring) -> Operands:
     """The whole sequence for this device's heads."""
     operands = mapped(functools.partial(_replicated, ring=ring), operands)
-    mask = operands.mask
+    mask, local_rows = operands.mask, operands.query.shape[_SEQUENCE]
     return operands._replace(
         query=_to_heads(operands.query, ring),
         key=_to_heads(_for_all_devices(operands.key, ring), ring),
         value=_to_heads(_for_all_devices(operands.value, ring), ring),
-        bias=None if operands.bias is None else _scores(operands.bias, ring),
+        bias=None if operands.bias is None else _scores(operands.bias, local_rows, ring),
         mask=dataclasses.replace(
             mask,
             segment_ids=tuple(
                 (ring.gather(query_ids), ring.gather(key_ids))
                 for query_ids, key_ids in mask.segment_ids
             ),
-            booleans=tuple(_scores(array, ring) for array in mask.booleans),
+            booleans=tuple(_scores(array, local_rows, ring) for array in mask.booleans),
         ),
     )
 
@@ -96,12 +96,14 @@ def _to_sequence(x: jax.Array, ring: Ring) -> jax.Array:
     return lax.all_to_all(x, ring.axis_name, _SEQUENCE, _HEADS, tiled=True)
 
 
-def _scores(x: jax.Array, ring: Ring) -> jax.Array:
+def _scores(x: jax.Array, local_rows: int, ring: Ring) -> jax.Array:
     """[1|B, 1|N, 1|T local, 1|S] to [1|B, 1|N local, 1|T, 1|S]."""
     heads, rows = 1, 2
-    if x.shape[heads] == 1 and x.shape[rows] == 1:
+    # If each device has a single row, it has its own.
+    is_broadcast = x.shape[rows] == 1 != local_rows
+    if x.shape[heads] == 1 and is_broadcast:
         return x
-    if x.shape[rows] == 1:
+    if is_broadcast:
         return _own_heads(x, heads, ring)
     if x.shape[heads] == 1:
         return _natural(lax.all_gather(x, ring.axis_name, axis=rows, tiled=True), rows, ring)

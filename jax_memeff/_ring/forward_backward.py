@@ -63,8 +63,8 @@ def valid_rows(operands: Operands, ring: Ring) -> jax.Array | bool:
         return True
     own = jnp.asarray(ring.chunks, lengths.dtype)[lax.axis_index(ring.axis_name)]
     rows = operands.query.shape[1] // own.size
-    positions = (own[:, None] * rows + jnp.arange(rows, dtype=lengths.dtype)).reshape(-1)
-    return (positions < lengths[:, None])[..., None]
+    positions = own[:, None] * rows + jnp.arange(rows, dtype=lengths.dtype)[None]
+    return (positions.reshape(1, -1) < lengths[:, None])[..., None]
 
 
 def _merge(
@@ -79,7 +79,7 @@ def _merge(
     # Not exp(x - total): if the whole row has a bias of -1e9, total has no digits left to differ
     # from lse and part_lse, and both weights would be 1.
     part_weight = jax.nn.sigmoid(part_lse - lse)[..., None]
-    return (1 - part_weight) * out + part_weight * part_out, total
+    return (1 - part_weight) * out + part_weight * part_out.astype(out.dtype), total
 
 
 def backward(
@@ -115,7 +115,7 @@ def backward(
             call.of_scores(dbias, product),
             captured=dcaptured,
         )
-        local = jax.tree.map(jnp.add, local, part)
+        local = jax.tree.map(lambda total, x: total + x.astype(total.dtype), local, part)
         rows, columns = (1, product.row), (1, product.column)
         return Sums(
             (

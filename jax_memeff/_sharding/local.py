@@ -148,7 +148,7 @@ def put_own_key_heads(x: jax.Array, layout: Layout, key_heads: int) -> jax.Array
         zeros = jnp.zeros(shape, x.dtype)
         return lax.dynamic_update_slice_in_dim(zeros, x, heads[0], _KEY_HEADS)
     zeros = jnp.zeros(shape, score_dtype(x.dtype))
-    return zeros.at[:, :, heads].add(x)
+    return zeros.at[:, :, heads].add(x.astype(zeros.dtype))
 
 
 def _key_heads(copies: KeyHeadCopies) -> jax.Array:

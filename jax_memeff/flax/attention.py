@@ -140,7 +140,15 @@ def separated(mask: ArrayLike | Mask | None) -> tuple[Mask, jax.Array | None]:
     if mask is None:
         return Mask(), None
     argument_masks.require_no_text_or_function(mask)
-    return Mask(), jnp.asarray(values.array("mask", mask))
+    array = jnp.asarray(values.array("mask", mask))
+    _require_kind("mask", array, "numbers", jnp.number)
+    return Mask(), array
+
+
+def _require_kind(name: str, array: jax.Array, expected: str, *kinds: Any) -> None:
+    """Raise ``TypeError`` for an array of another kind, such as one of random keys."""
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.bool_, *kinds)):
+        raise TypeError(f"{name} must be an array of {expected}, got {array.dtype}")
 
 
 def attend(
@@ -266,6 +274,7 @@ def batch_dims(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int,
 
 def _bias_dtype(bias: jax.Array, query: jax.Array) -> jax.Array:
     """``bias`` in a dtype that the score computation accepts."""
+    _require_kind("bias", bias, "real numbers", jnp.floating, jnp.integer)
     if bias.dtype in (query.dtype, jnp.float32):
         return bias
     return bias.astype(score_dtype(query.dtype))

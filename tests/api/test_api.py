@@ -108,6 +108,14 @@ def test_arrays_of_a_call_may_be_traced(assert_close):
     )
 
 
+def test_arrays_of_the_other_byte_order():
+    swapped = [np.asarray(x).astype(x.dtype.newbyteorder()) for x in (QUERY, KEY, VALUE)]
+    lengths = np.array([4, 7], ">i4")
+    got = attention(*swapped, key_value_seq_lengths=lengths, sinks=np.zeros(N, ">f4"))
+    want = attention(QUERY, KEY, VALUE, key_value_seq_lengths=[4, 7], sinks=np.zeros(N))
+    np.testing.assert_array_equal(got, want)
+
+
 def test_mask_arguments_are_combined(assert_close):
     by_arguments = attention(
         QUERY,

@@ -379,6 +379,11 @@ def test_arguments_that_are_no_arrays_raise():
         attention_fn(query, text, value)
     with pytest.raises(TypeError, match=r"pass mask=jax_memeff.Mask.function\(function\)"):
         attention_fn(query, key, value, mask=mask)
+    with pytest.raises(TypeError, match=r"^mask must be an array of numbers, got key<"):
+        attention_fn(query, key, value, mask=jax.random.key(0))
+    for bias in (jax.random.key(0), np.ones(COLUMNS, np.complex64)):
+        with pytest.raises(TypeError, match=rf"^bias must be .* real numbers, got {bias.dtype}"):
+            attention_fn(query, key, value, bias=bias)
 
 
 def test_bad_shapes_raise():

@@ -36,6 +36,32 @@ def test_equals_one_device(assert_close, name, layout, devices):
     assert_close(got, problem.want, problem.sizes.tolerance)
 
 
+def test_one_row_on_each_device(assert_close):
+    """A bias or boolean mask of one row on each device is not broadcast over the sequence."""
+    arrays = [normal(seed, 1, 4, 4, 8) for seed in range(3)]
+    arrays += [normal(3, 1, 4, 4, 4), normal(4, 1, 1, 4, 4), normal(5, 1, 4, 1, 4)]
+    specs = P(None, "ring"), P(None, "ring"), P(None, "ring"), P(None, None, "ring")
+
+    def attend(function, query, key, value, bias, drawn, common):
+        mask = jax_memeff.Mask.boolean(drawn > 0) & jax_memeff.Mask.boolean(common > -1)
+        return function(query, key, value, bias, mask)
+
+    ring = functools.partial(jax_memeff.ring_attention, axis_name="ring", method="all_to_all")
+    sharded = jax.shard_map(
+        functools.partial(attend, ring),
+        mesh=ring_mesh(HOST),
+        in_specs=(*specs, P(None, None, "ring"), P()),
+        out_specs=P(None, "ring"),
+    )
+    one_device = functools.partial(attend, jax_memeff.dot_product_attention)
+
+    def of(function):
+        gradient = jax.grad(lambda *x: (function(*x) ** 2).sum(), (0, 3))
+        return compiled(lambda *x: (function(*x), gradient(*x)))(*arrays)
+
+    assert_close(of(sharded), of(one_device), 1e-5)
+
+
 @at("devices", cpu=4)
 def test_only_heads_are_transferred(devices):
     problem = case("shared bias", sizes(devices))

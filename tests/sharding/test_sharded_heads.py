@@ -121,6 +121,17 @@ def test_keys_of_intermediate_sharding(axis_type, assert_close):
     assert gathered(hlo) == []
 
 
+def test_strict_promotion_of_16_bit_gradients(request):
+    mesh = mesh_of(AxisType.Auto, (2, 4))
+    specs = (P("x", None, "y"), P("x"), P("x"))
+    narrow = [x.astype(jnp.bfloat16) for x in arrays(3)[:3]]
+    operands = [put(mesh, x, *spec) for x, spec in zip(narrow, specs, strict=True)]
+    # Not by a context manager: the compiler may ask for the program of a device in another thread.
+    request.addfinalizer(lambda: jax.config.update("jax_numpy_dtype_promotion", "standard"))
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    run(jax.jit(jax.grad(loss, (0, 1, 2))), *operands)
+
+
 @pytest.mark.rotating(3)
 @auto_and_explicit
 @pytest.mark.parametrize("key_heads", [2, 3])

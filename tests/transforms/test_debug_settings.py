@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -53,7 +54,29 @@ def blocks(query: Any, key: Any, value: Any) -> Any:
     return dot_product_attention(query, key, value, mask=mask)
 
 
+def padded_rows(query: Any, key: Any, value: Any) -> Any:
+    sinks = SLOPES.astype(query.dtype)
+    return dot_product_attention(query, key, value, query_seq_lengths=LENGTHS, sinks=sinks)
+
+
+def packed_row_bias(query: Any, key: Any, value: Any) -> Any:
+    arrays = query[0], key[0], value[0]
+    bias = query[:, :1, :, :1].transpose(0, 2, 1, 3)
+    return jax_memeff.varlen_attention(*arrays, STARTS, STARTS, 15, 15, bias, return_residual=True)
+
+
+def ring(query: Any, key: Any, value: Any) -> Any:
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], ("s",))
+    attend = functools.partial(jax_memeff.ring_attention, axis_name="s", layout="zigzag")
+    attend = functools.partial(attend, query_seq_lengths=LENGTHS, sinks=SLOPES.astype(query.dtype))
+    spec = jax.sharding.PartitionSpec(None, "s")
+    return jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)(query, key, value)
+
+
 CALLS: dict[str, Any] = {
+    "ring": ring,
+    "padded_rows": padded_rows,
+    "packed_row_bias": packed_row_bias,
     "lengths": lambda *x: dot_product_attention(*x, key_value_seq_lengths=LENGTHS, is_causal=True),
     "function": lambda *x: dot_product_attention(*x, score_mod=alibi),
     "lists": lambda *x: dot_product_attention(
@@ -77,6 +100,22 @@ def test_strict_promotion(call, dtype, wide):
         jax.numpy_dtype_promotion("strict"),
     ):
         jax.jit(call).lower(*(x.astype(dtype) for x in (QUERY, KEY, VALUE)))
+
+
+@every_call
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_promotion_of_derivatives(call, dtype):
+    if call in (paged, paged_rows):
+        pytest.skip("paged_attention has no gradient")
+
+    def loss(*arrays):
+        return sum(x.sum().astype(jnp.float32) for x in jax.tree.leaves(call(*arrays)))
+
+    def of_gradient(*arrays):
+        return jax.jvp(jax.grad(loss, (0, 1, 2)), arrays, arrays)
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.jit(of_gradient).lower(*(x.astype(dtype) for x in (QUERY, KEY, VALUE)))
 
 
 @pytest.mark.rotating(3)
