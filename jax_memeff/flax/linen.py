@@ -103,8 +103,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
           pages: append the new tokens to the paged cache, in the collection ``cache``, and attend
             causally to all tokens of their sequences. Inputs are ``[B, T, features]``, or
             ``[tokens, features]`` with ``query_starts``. Windows and functions in ``mask``, and
-            ``score_mod``, use positions in the sequence. ``init`` with ``pages`` creates the
-            cache.
+            ``score_mod``, use positions in the sequence. ``init`` with ``pages`` creates an empty
+            cache; so does a call whose ``cache`` is mutable and has none, before it appends.
 
         Returns:
           ``[batch..., T, out_features]``.
@@ -130,13 +130,13 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         )
         if not quiet and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
-        variables = self._pools(key, value) if pages is not None else None
-        if pages is not None and variables is not None:
+        if pages is not None:
+            pools = self._pools(key, value)
             out, cache = attend_pages(
                 query,
                 key,
                 value,
-                Pools(*(variable.value for variable in variables)),
+                Pools(*(variable.value for variable in pools)),
                 pages,
                 rotary_base=self.rotary_base,
                 positions=None,
@@ -148,6 +148,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
                 segment_ids=segment_ids,
                 deterministic=quiet,
             )
+            # The inputs of `init` are tokens of no sequence: it creates an empty cache.
+            variables = None if self.is_initializing() else pools
         else:
             variables = self._cache(key, value) if self.decode else None
             out, cache = attend_heads(
@@ -249,8 +251,8 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         )
         return variables if exists else None
 
-    def _pools(self, key: jax.Array, value: jax.Array) -> tuple[linen.Variable, ...] | None:
-        """The variables in the order of ``Pools``; None in the call that creates them."""
+    def _pools(self, key: jax.Array, value: jax.Array) -> tuple[linen.Variable, ...]:
+        """The variables in the order of ``Pools``, created if there are none."""
         if self.pool_shape is None:
             raise ValueError(
                 "pages need a paged cache, got none: give the module pool_shape=(pages, page_size)"
@@ -258,8 +260,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         if not isinstance(self.pool_shape, (tuple, list)) or len(self.pool_shape) != 2:
             raise ValueError(f"pool_shape must be (pages, page_size), got {self.pool_shape!r:.80}")
         require_readable(*self.pool_shape, self.pool_dtype)
-        exists = self.has_variable("cache", "key_pages")
-        variables = tuple(
+        return tuple(
             self.variable(
                 "cache",
                 name,
@@ -269,7 +270,6 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
             )
             for name, x in (("key_pages", key), ("value_pages", value))
         )
-        return variables if exists else None
 
 
 def _deprecated(

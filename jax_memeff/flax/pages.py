@@ -16,7 +16,6 @@ from jax_memeff._api.paged.arguments import FLOAT8, POOL_DTYPES
 from jax_memeff._api.paged.attention import paged_attention
 from jax_memeff._call import values
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.sequences import sequence_of_tokens
 from jax_memeff.codegen.features.pages import MULTIPLE
 from jax_memeff.flax.heads import rotated
 
@@ -160,19 +159,18 @@ def _positions(
     for name, x in (("query", query), ("key", key)):
         arguments.tokens((name,), (x,), starts, batch, "heads, H")
     lengths = arguments.lengths(pages.kv_lengths, batch, longest)
-    if starts is not None:
-        arguments.rows(starts, lengths, len(query), None, len(query))
-    return _position(query, pages), _position(key, pages)
+    return _position(query, starts, lengths), _position(key, starts, lengths)
 
 
-def _position(x: jax.Array, pages: Pages) -> jax.Array:
+def _position(x: jax.Array, starts: ArrayLike | None, lengths: jax.Array) -> jax.Array:
     """The position of each token of ``x`` in its sequence, [B, T] or [tokens]."""
-    lengths = jnp.asarray(pages.kv_lengths, jnp.int32)
-    if pages.query_starts is None:
-        rows = x.shape[1]
-        return lengths[:, None] - rows + jnp.arange(rows, dtype=jnp.int32)[None]
-    starts, tokens = jnp.asarray(pages.query_starts, jnp.int32), x.shape[0]
+    if starts is None:
+        count = x.shape[1]
+        return lengths[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None]
+    tokens = x.shape[0]
+    # Lengths and starts are clamped here, as they are where the tokens are written and attended.
+    rows = arguments.rows(starts, lengths, tokens, None, tokens)
     if not lengths.size:  # JAX cannot index an empty array
         return jnp.zeros(tokens, jnp.int32)
-    sequence = sequence_of_tokens(starts, tokens)
-    return lengths[sequence] - (starts[sequence + 1] - jnp.arange(tokens, dtype=jnp.int32))
+    sequence, from_end = rows.places(tokens)
+    return lengths[sequence] - from_end

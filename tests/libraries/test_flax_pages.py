@@ -103,6 +103,22 @@ def test_linen():
     check(found, lambda x: layer.apply({"params": params}, x, is_causal=True, mask=WINDOW))
 
 
+def test_linen_call_without_a_cache_appends_to_an_empty_one(assert_close):
+    layer = linen_layer(pool_shape=(12, 16))
+    params = {"params": layer.init(jax.random.key(0), X[0][None])["params"]}
+    pages = Pages(jnp.array([[7, 4, 2]]), jnp.array([37]))
+    out, updated = layer.apply(params, X[0][None], pages=pages, mutable=["cache"])
+    assert_close(out, layer.apply(params, X[0][None], is_causal=True), 1e-5)
+    written = jnp.any(updated["cache"]["key_pages"] != 0, (1, 2, 3))
+    assert jnp.flatnonzero(written).tolist() == [2, 4, 7]
+
+
+def test_linen_init_takes_the_masks_of_the_calls():
+    layer = linen_layer(pool_shape=(12, 16))
+    pages = Pages(jnp.array([[7, 4, 2]]), jnp.array([37]))
+    layer.init(jax.random.key(0), X[0][None], pages=pages, mask=jnp.ones((1, 1, 37, 48), bool))
+
+
 def test_bfloat16_pool_of_a_float32_layer():
     layer = nnx_layer()
     layer.init_pages(12, 16, jnp.bfloat16)
@@ -160,6 +176,29 @@ def test_the_last_query_alone_has_its_own_position(assert_close):
     assert_close(layer(x[:, -1:], x, pages=pages), whole[:, -1:], 1e-5)
     with pytest.raises(ValueError, match=f"expected as many keys as queries, 1, got {end}"):
         layer(x[:, -1:], x, pages=pages, input_positions=jnp.array([end - 1]))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "starts", "meant"),
+    [([3, 4, 2], [0, 3, 1, 5], ([3, 4, 2], [0, 3, 3, 5])), ([99, -1], None, ([16, 0], None))],
+    ids=["decreasing starts", "lengths beyond the table"],
+)
+def test_positions_follow_the_clamped_numbers(lengths, starts, meant, assert_close):
+    """A token is rotated to the position at which it is written."""
+    found = []
+    x = X[0][:5] if starts else np.stack([X[0][:5]] * 2)
+    for own_lengths, own_starts in ((lengths, starts), meant):
+        layer = nnx_layer(rotary_base=100.0)
+        layer.init_pages(4, 16)
+        pages = Pages(
+            jnp.arange(len(lengths))[:, None],
+            jnp.array(own_lengths),
+            None if own_starts is None else jnp.array(own_starts),
+        )
+        out = layer(x, pages=pages)
+        found.append((out, layer.key_pages[...]))
+    for got, expected in zip(*found, strict=True):
+        assert_close(got, expected, 1e-6)
 
 
 def test_no_sequences():

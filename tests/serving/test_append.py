@@ -139,6 +139,21 @@ def test_float8_tokens_are_divided_by_the_scale():
         np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
 
 
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0), (0, 0)], ids=["pages", "heads", "both"])
+@pytest.mark.parametrize("per_page", [True, False])
+def test_scales_of_an_empty_float8_pool(shape, per_page):
+    pages, heads = shape
+    pool = jnp.zeros((pages, 16, heads, 4), jnp.float8_e4m3fn)
+    scale = jnp.ones((pages, heads) if per_page else heads, jnp.float32)
+    scales = {"key_scale": scale, "value_scale": scale}
+    sequences = jnp.array([[0, 1]]), jnp.array([17])
+    new = jnp.ones((1, 1, heads, 4))
+    pools = paging.append_to_pages(pool, pool, new, new, *sequences, **scales)
+    assert [x.shape for x in pools] == [pool.shape] * 2
+    out = paging.paged_attention(jnp.ones((1, 1, 2 * heads, 4)), *pools, *sequences, **scales)
+    assert out.shape == (1, 1, 2 * heads, 4) and not out.any()
+
+
 def test_latent():
     pool = jnp.zeros((2, 16, 1, 24))
     key, value = paging.append_to_pages(

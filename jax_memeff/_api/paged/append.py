@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 from jax_memeff._api.paged import arguments
 from jax_memeff._api.paged.shapes import gathered, require_whole_pages
 from jax_memeff._call import values
-from jax_memeff._call.sequences import sequence_of_tokens
 from jax_memeff.errors import UnsupportedError
 
 LARGEST_FLOAT8 = 448.0
@@ -124,6 +123,8 @@ def append_to_pages(
         arguments.scale("key_scale", key_scale, keys),
         arguments.scale("value_scale", value_scale, values_),
     )
+    if not keys.shape[0]:
+        return keys, values_  # JAX cannot index scales of no pages
     page, slot = _places(rows, table, keys.shape[0], keys.shape[1], count)
     results = [
         _written(pool, _as_stored(x, scale, page, pool.dtype), page, slot)
@@ -174,9 +175,7 @@ def _places(
     if 0 in (*table.shape, tokens):
         none = jnp.full(tokens, pages, jnp.int32)
         return none, none
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    sequence = sequence_of_tokens(jnp.append(rows.first, rows.ends), tokens)
-    from_end = rows.ends[sequence] - token
+    sequence, from_end = rows.places(tokens)
     position = rows.lengths[sequence] - from_end
     is_own = (from_end > 0) & (from_end <= rows.given[sequence]) & (position >= 0)
     place = jnp.where(is_own, position, 0)

@@ -13,7 +13,7 @@ from jax_memeff._api import argument_arrays, argument_numbers
 from jax_memeff._api.paged.shapes import gathered, with_leading
 from jax_memeff._call import values
 from jax_memeff._call.mask import checks
-from jax_memeff._call.sequences import clamped
+from jax_memeff._call.sequences import clamped, sequence_of_tokens
 from jax_memeff.codegen.features.pages import MULTIPLE
 
 FLOAT8 = "float8_e4m3fn"
@@ -31,6 +31,12 @@ class Rows(NamedTuple):
     """int32[B]: the number of valid keys, including new ones."""
     first: jax.Array
     """int32[]: the first token of the first sequence."""
+
+    def places(self, tokens: int) -> tuple[jax.Array, jax.Array]:
+        """The sequence of each token, arbitrary for a token in none, and the token's distance from
+        the end of that sequence's tokens, int32[tokens]. There must be a sequence."""
+        sequence = sequence_of_tokens(jnp.append(self.first, self.ends), tokens)
+        return sequence, self.ends[sequence] - jnp.arange(tokens, dtype=jnp.int32)
 
     def counts(self, longest: int) -> jax.Array:
         """int32[B]: the number of given tokens that exist in the sequence; these are the last."""
@@ -257,7 +263,7 @@ def scale(name: str, value: Any, pages: jax.Array | None) -> jax.Array | None:
             f"{name} must have shape [K] = [{heads}] or [pages, K] = [{count}, {heads}], got "
             f"{array.shape}"
         )
-    return array.reshape(1, -1, heads, 1)
+    return array.reshape(1, count if array.ndim == 2 else 1, heads, 1)
 
 
 def query(value: Any, key_pages: jax.Array) -> jax.Array:
