@@ -140,7 +140,9 @@ class Call:
         most = max(step.counts[index] for index in self.sequences(step))
 
         def attention(pages: Pages) -> jax.Array:
-            given: dict[str, Any] = {"key_scale": pages.scale, "value_scale": pages.scale}
+            given: dict[str, Any] = {"key_scale": pages.scale}
+            if pages.value is not None:  # latent values have the scale of the keys
+                given["value_scale"] = pages.scale
             if (tree := pages.tree) is not None:
                 first = pages.lengths - DRAFTED
                 given["mask"] = jax_memeff.Mask.function(

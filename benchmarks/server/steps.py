@@ -133,7 +133,7 @@ def latent() -> list[Step]:
         (128, 32768),
     )
     dims: Any = {"head_dim": 576, "value_dim": 512, "is_latent": True}
-    calls = ("pages64", "invariant")
+    calls = ("pages64", "float8", "invariant")
     steps = [
         Step("latent", (length,) * batch, (1,) * batch, heads, 1, calls, **dims)
         for heads in (128, 16)
@@ -153,7 +153,7 @@ def tiny() -> list[Step]:
         Step("decode", (64, 64), (1, 1), 4, 2, peers + PAGED, **dims),
         Step("prompts", (40, 40), (40, 40), 4, 2, ("memeff_xla", "pages64", "pages16"), **dims),
         Step("ragged", (70, 9, 40), (1, 1, 40), 4, 2, mixed, label="1 and 40", **dims),
-        Step("latent", (70, 9), (1, 1), 16, 1, ("pages64", "invariant"), 32, 16, is_latent=True),
+        Step("latent", (70, 9), (1, 1), 16, 1, latent()[0].calls, 32, 16, is_latent=True),
     ]
 
 

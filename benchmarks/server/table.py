@@ -116,14 +116,15 @@ def _ragged(steps: list[Mapping[str, Any]]) -> list[str]:
 def _latent(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list[str]:
     copy, rows = document["device"]["copy_bytes_per_second"], []
     for step in steps:
-        record, invariant = (step["results"].get(name, {}) for name in ("pages64", "invariant"))
-        figures = [_MISSING] * 5
+        record = step["results"].get("pages64", {})
+        figures = [_MISSING] * 4
         if "seconds" in record:
             rate = record["bytes_per_second"]
             figures = [f"{1e6 * record['seconds']:.0f}", f"{record['tflops']:.0f}"]
-            figures += [f"{rate / 1e12:.2f}", f"{rate / copy:.2f}", _MISSING]
-        if "seconds" in record and "seconds" in invariant:
-            figures[-1] = f"{record['seconds'] / invariant['seconds']:.2f}"
+            figures += [f"{rate / 1e12:.2f}", f"{rate / copy:.2f}"]
+        for name in ("float8", "invariant"):
+            times = [it.get("seconds") for it in (record, step["results"].get(name, {}))]
+            figures.append(_MISSING if None in times else f"{times[0] / times[1]:.2f}")
         rows.append([step["name"], *figures])
     header = [
         "",
@@ -131,12 +132,13 @@ def _latent(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list
         "TFLOP/s",
         "TB/s of keys",
         "fraction of the copy's rate",
+        "float8, relative speed",
         "batch-invariant, relative speed",
     ]
     return [
         "### Latent attention\n\nEach sequence has one new token. Keys have 576 columns, of which "
-        "512 are values. The last column is the speed of a batch-invariant call divided by that of "
-        "this one.",
+        "512 are values. The last two columns are the speed of a call with float8 pages, and of a "
+        "batch-invariant call, divided by that of this one.",
         table(header, rows),
     ]
 

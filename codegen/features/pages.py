@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PoolDtype = Literal["query", "f8e4m3"]
 PoolScale = Literal["none", "heads", "pages"]
 """The scale of a float8 pool: 1, one for each key head, or one for each page and key head."""
-_SCALES: tuple[PoolScale, ...] = ("none", "heads", "pages")
+SCALES: tuple[PoolScale, ...] = ("none", "heads", "pages")
 
 MULTIPLE = 16
 """Page sizes are multiples of this: ``kPageStep`` of the kernels, which their source asserts."""
@@ -108,7 +108,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
             "pages of float8, queries of 16 bits",
             tuple(
                 {"varlen": True, "pages": AskedPages(16, "f8e4m3", False, False, *scales)}
-                for scales in itertools.product(_SCALES, repeat=2)
+                for scales in itertools.product(SCALES, repeat=2)
             ),
         ),
     )
@@ -126,11 +126,16 @@ class Pages(Feature[AskedPages, CompiledPages]):
             )
         expect_one_of("the dtype of pages", asked.dtype, ("query", "f8e4m3"))
         for scale in (asked.key_scale, asked.value_scale):
-            expect_one_of("the scale of pages", scale, _SCALES)
+            expect_one_of("the scale of pages", scale, SCALES)
             if scale != "none" and asked.dtype == "query":
                 raise ValueError(
                     f"expected no scale, because only float8 pages have it, got {scale!r}"
                 )
+        if asked.is_latent and asked.value_scale != "none":
+            raise ValueError(
+                "expected no scale of values (--value-scale), because latent values have that of "
+                f"the keys, got {asked.value_scale!r}"
+            )
 
     def words(self, asked: AskedPages) -> str:
         dtype = "" if asked.dtype == "query" else f" of {asked.dtype}"
@@ -240,7 +245,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
         for name in ("key", "value"):
             parser.add_argument(
                 f"--{name}-scale",
-                choices=_SCALES,
+                choices=SCALES,
                 default="none",
                 help="scales of float8 pages: one per key head, or one per page and key head",
             )
@@ -272,7 +277,7 @@ def _float8_reasons(problem: Problem) -> list[str]:
                 f"{name} is {dim}, and kernels read rows of float8 16 bytes at a time: pad it to a "
                 f"multiple of 16, or {_XLA}"
             )
-        if dim > 256:
+        if dim > 256 and not problem[PAGES].is_latent:
             reasons.append(
                 f"{name} is {dim}, and kernels read pages of float8 up to head dim 256: {_XLA}"
             )

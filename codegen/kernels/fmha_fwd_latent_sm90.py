@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from jax_memeff.codegen import shared_memory, strategy
 from jax_memeff.codegen.features import PAGES, AskedPages, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.features.pages import key_box_rows
+from jax_memeff.codegen.features.pages import SCALES, key_box_rows
 from jax_memeff.codegen.kernels.bases.families import (
     WgmmaKernel,
     WgmmaTile,
@@ -83,6 +83,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     maps_type = "KeyMap"
     reads_pages = True
     reads_latent = True
+    reads_float8_pages = True
     splits_keys = True
     persistent = True
     own_problems = tuple(
@@ -90,6 +91,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         for asked in (
             AskedPages(64, is_latent=True),
             AskedPages(64, is_latent=True, is_invariant=True),
+            *(AskedPages(64, "f8e4m3", is_latent=True, key_scale=scale) for scale in SCALES),
         )
         for mask in ({}, {"mask": "causal"})
     )
@@ -101,6 +103,9 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         reasons = []
         if not strategy.pack_heads(problem):
             reasons.append("the rows of its tiles belong to several heads")
+        if spec[PAGES].is_float8 and spec.dtype != "bf16":
+            # The keys times their scale may exceed the range of float16.
+            reasons.append("it converts latent keys from float8 to bfloat16 only: cast the query")
         return reasons
 
     def consumers(self, spec: KernelSpec) -> int:
@@ -136,6 +141,8 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         )
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
+        if spec[PAGES].is_float8:  # warps load and convert the keys
+            return ()
         return (TensorMap("key", key_box_rows(spec), panel_columns(spec.padded_head_dim)),)
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:

@@ -32,7 +32,8 @@ def value_tile(operands: Operands, first: jax.Array, size: int, dtype: jnp.dtype
     """The values ``first`` to ``first + size`` of one sequence, [1, K, size, Hv]."""
     pages = operands.pages
     assert pages is not None
-    tile = _tile(operands, operands.value, pages.value_scale, first, size, dtype)
+    scale = pages.value_scale if pages.latent_dim is None else pages.key_scale
+    tile = _tile(operands, operands.value, scale, first, size, dtype)
     return tile[..., : operands.value_dim]
 
 

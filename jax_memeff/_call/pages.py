@@ -32,7 +32,7 @@ class Pages:
     key_scale: jax.Array | None
     """float32[1, 1|pages, K, 1]: a key is its row of the pool times this; None means 1."""
     value_scale: jax.Array | None
-    """float32[1, 1|pages, K, 1], likewise."""
+    """float32[1, 1|pages, K, 1], likewise. Latent values have the scale of the keys."""
     page_size: int = dataclasses.field(metadata={"static": True})
     latent_dim: int | None = dataclasses.field(default=None, metadata={"static": True})
     """The number of columns of the keys that are also the values. ``Operands.value`` is then the

@@ -102,7 +102,8 @@ def quantized(case: Paging, layouts: tuple[str, str], rng: np.random.Generator) 
 
     Args:
         case: the sequences. layouts: of the scales of keys and of values: ``"none"``, ``"heads"``
-        or ``"pages"``. rng: draws the scales, which differ by factors of up to 2**8.
+        or ``"pages"``; latent values have that of the keys. rng: draws the scales, which differ by
+        factors of up to 2**8.
     """
     pages, size, heads, _ = case.key_pages.shape
     is_used = np.zeros(pages, bool)
@@ -125,6 +126,9 @@ def quantized(case: Paging, layouts: tuple[str, str], rng: np.random.Generator) 
         ]
         if layout == "pages":
             scale[~is_used] = np.nan
+    if case.is_latent:
+        made["values"] = [own[..., : case.value_pages.shape[3]] for own in made["keys"]]
+        scales.pop("value_scale", None)
     return dataclasses.replace(case, **made, scales=scales)
 
 

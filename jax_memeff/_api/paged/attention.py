@@ -227,8 +227,7 @@ def prepare(
         sequences=sequences,
         pages=Pages(
             table,
-            scales[0],
-            scales[0] if value_pages is None else scales[1],
+            *scales,
             page_size,
             latent_dim,
             each,

@@ -12,6 +12,19 @@ constexpr int kPageStep = 16;
 // The scale of a pool of float8: none, one for each key head, or one for each page and key head.
 enum class PoolScale { none, heads, pages };
 
+// The scales of a pool for one key head.
+struct PoolScales {
+  float const* first;
+  long long page_stride;
+
+  // `array` is the index of the scales among the arrays of features.
+  CUTE_DEVICE PoolScales(ForwardParams const& params, int array, int key_head) {
+    ArrayView const& scales = feature_array(params, array);
+    first = static_cast<float const*>(scales.data) + key_head * scales.strides[2];
+    page_stride = scales.strides[1];
+  }
+};
+
 // The page table of a sequence. Calls without pages have an empty one.
 template <class Config, bool kOn = (Config::kPageSize > 0)>
 struct PageTable {

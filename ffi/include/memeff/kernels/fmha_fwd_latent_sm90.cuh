@@ -37,6 +37,7 @@
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/kernels/forward/latent/combine.cuh>
 #include <memeff/kernels/forward/latent/consumer.cuh>
+#include <memeff/kernels/forward/latent/float8_producer.cuh>
 #include <memeff/kernels/forward/latent/output.cuh>
 #include <memeff/kernels/forward/latent/producer.cuh>
 #include <memeff/kernels/forward/latent/queries.cuh>
@@ -141,15 +142,18 @@ struct FmhaForwardLatentSm90 {
     fence_barrier_init();
   }
 
-  CUTE_DEVICE static void run(ForwardParams const& params, KeyMap const& maps) {
+  // `maps` is a KeyMap. It is empty if warps load the keys, to convert them from float8.
+  template <class... Maps>
+  CUTE_DEVICE static void run(ForwardParams const& params, Maps const&... maps) {
     using Producer = LatentProducerSm90<Config, FmhaForwardLatentSm90>;
     using Consumer = LatentConsumerSm90<Config, FmhaForwardLatentSm90>;
     char* const shared = dynamic_shared();
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
     uint32_t const tiles = shared_address(shared);
-    int const sharers = Schedule(params, int(gridDim.x)).template sharers<kCluster>();
+    int const sharers =
+        Config::kFloat8Pages ? 1 : Schedule(params, int(gridDim.x)).template sharers<kCluster>();
     if (threadIdx.x == kConsumers) {
-      prefetch_map(maps.key);
+      (prefetch_map(maps.key), ...);
       init(control, sharers);
     }
     // Makes the barriers of each CTA visible to the threads of all of them.
@@ -161,8 +165,11 @@ struct FmhaForwardLatentSm90 {
       int const warp = (int(threadIdx.x) - kConsumers) / kWarpSize;
       if (warp == kColumnGroups) {
         Producer::produce_parts(params, control);
+      } else if constexpr (Config::kFloat8Pages) {
+        LatentFloat8ProducerSm90<Config, FmhaForwardLatentSm90>::produce_keys(params, control,
+                                                                              tiles, warp);
       } else if (threadIdx.x % kWarpSize == 0) {
-        Producer::produce_keys(params, maps.key, control, tiles, warp, sharers);
+        Producer::produce_keys(params, maps.key..., control, tiles, warp, sharers);
       }
     } else {
       raise_registers<kConsumerRegisters>();

@@ -4,10 +4,9 @@
 
 #include <memeff/arch/cluster.cuh>
 #include <memeff/arch/tma.cuh>
-#include <memeff/core/page_table.cuh>
 #include <memeff/core/pipeline.cuh>
+#include <memeff/kernels/forward/latent/key_rows.cuh>
 #include <memeff/layout/key_value_source.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/schedule/balanced_keys.cuh>
 
 namespace memeff {
@@ -20,9 +19,10 @@ struct LatentProducerSm90 {
   using Control = typename Kernel::Control;
   using KeyTile = typename Kernel::KeyTile;
   using Mask = typename Kernel::Mask;
+  using KeyRows = LatentKeyRows<Config, Kernel>;
+  static constexpr int kBoxRows = KeyRows::kBoxRows;
+  static constexpr int kBoxes = KeyRows::kBoxes;
   static constexpr int kTileKey = Kernel::kTileKey;
-  static constexpr int kBoxRows = PageTable<Config>::kPaged ? Config::kKeyBoxRows : kTileKey;
-  static constexpr int kBoxes = kTileKey / kBoxRows;
 
   // Run by the warp that hands out the parts of this CTA.
   CUTE_DEVICE static void produce_parts(ForwardParams const& params, Control& control) {
@@ -64,7 +64,7 @@ struct LatentProducerSm90 {
       for (int block = part.begin; block < part.end; ++block) {
         // The table is read before the wait, which hides its latency.
         int rows[kBoxes];
-        find_rows(params, control, source, key_length, block * kTileKey, rows);
+        KeyRows::find(params, control, source, key_length, block * kTileKey, rows);
         auto& barriers = control.keys[stage.index];
         wait_barrier(barriers.empty[columns], stage.parity ^ 1);
         random_sleep();
@@ -81,9 +81,13 @@ struct LatentProducerSm90 {
         int const ahead = block + kPrefetched;
         if (ahead >= part.end || !schedule.has_share(int(blockIdx.x), ahead)) continue;
         if (contiguous && columns > 0) continue;
-        find_rows(params, control, source, key_length, ahead * kTileKey, rows);
+        KeyRows::find(params, control, source, key_length, ahead * kTileKey, rows);
         if (contiguous) {
-          prefetch_rows(params, source, key_length - ahead * kTileKey, rows);
+          CUTE_UNROLL
+          for (int box = 0; box < kBoxes; ++box) {
+            int const first = ahead * kTileKey + box * kBoxRows;
+            KeyRows::prefetch(params, source, key_length - first, rows[box]);
+          }
         } else {
           for_each_box(columns, [&](int panel, int box) {
             prefetch_box(map, panel * KeyTile::kPanelColumns, rows[box], part.head, batch);
@@ -117,40 +121,6 @@ struct LatentProducerSm90 {
     for (int panel = Kernel::group_begin(columns); panel < Kernel::group_end(columns); ++panel) {
       CUTE_UNROLL
       for (int box = 0; box < kBoxes; ++box) use(panel, box);
-    }
-  }
-
-  // Prefetches the first `count` keys of a KV block, whose rows are contiguous in each box. Reading
-  // whole rows in order gives a higher DRAM bandwidth than reading one panel of columns at a time.
-  CUTE_DEVICE static void prefetch_rows(ForwardParams const& params,
-                                        KeyValueSource<Config> const& source, int count,
-                                        int const (&rows)[kBoxes]) {
-    CUTE_UNROLL
-    for (int box = 0; box < kBoxes; ++box) {
-      int const valid = min(count - box * kBoxRows, kBoxRows);
-      bool const exists = !PageTable<Config>::kPaged || rows[box] < params.shape.key_tokens;
-      if (valid <= 0 || !exists) continue;
-      prefetch_bytes(
-          row_pointer<Element>(params.key, source.batch(params.key), rows[box], source.head),
-          valid * int(row_bytes<Element>(params.key)));
-    }
-  }
-
-  // Finds the first row in the tensor of each box of a KV block. Keys without a valid page get a
-  // row beyond the end of the pool, for which TMA fills in zeros.
-  CUTE_DEVICE static void find_rows(ForwardParams const& params, Control& control,
-                                    KeyValueSource<Config> const& source, int key_length, int first,
-                                    int (&rows)[kBoxes]) {
-    if constexpr (PageTable<Config>::kPaged) {
-      CUTE_UNROLL
-      for (int box = 0; box < kBoxes; ++box) {
-        int const key = first + box * kBoxRows;
-        int const row = key < key_length ? source.pages.row(key) : -1;
-        if (row < 0 && key < key_length) control.may_miss_pages = true;
-        rows[box] = row < 0 ? params.shape.key_tokens : row;
-      }
-    } else {
-      rows[0] = source.origin.row + first;
     }
   }
 };

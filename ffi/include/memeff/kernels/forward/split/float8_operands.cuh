@@ -13,7 +13,6 @@
 #pragma once
 
 #include <memeff/arch/copy.cuh>
-#include <memeff/core/feature_arrays.cuh>
 #include <memeff/core/float8.cuh>
 #include <memeff/core/math.cuh>
 #include <memeff/core/page_table.cuh>
@@ -50,19 +49,6 @@ struct Float8Operand {
   CUTE_DEVICE uint32_t at(int row_block, int chunk) const {
     return (base ^ (chunk % Tile::kChunks * 16)) + chunk / Tile::kChunks * Tile::kPanelBytes +
            row_block * 16 * Tile::kRowBytes;
-  }
-};
-
-// The scales of a pool for one key head.
-struct PoolScales {
-  float const* first;
-  long long page_stride;
-
-  // `array` is the index of the scales among the arrays of features.
-  CUTE_DEVICE PoolScales(ForwardParams const& params, int array, int key_head) {
-    ArrayView const& scales = feature_array(params, array);
-    first = static_cast<float const*>(scales.data) + key_head * scales.strides[2];
-    page_stride = scales.strides[1];
   }
 };
 
