@@ -182,10 +182,10 @@ def prepare(
         key_pages.shape[3],
         ("key_pages", "value_pages"),
     )
-    scales = [
+    key_scale, value_scale = (
         checks.scale(name, named[name], pool)
         for name, pool in (("key_scale", key_pages), ("value_scale", value_pages))
-    ]
+    )
 
     scores = (batch, query.shape[-2], longest, max_pages * page_size)
     shared = {name: x for name, x in named.items() if name in CommonArguments.__annotations__}
@@ -227,7 +227,8 @@ def prepare(
         sequences=sequences,
         pages=Pages(
             table,
-            *scales,
+            key_scale,
+            value_scale,
             page_size,
             latent_dim,
             each,
