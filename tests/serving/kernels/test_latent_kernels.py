@@ -75,6 +75,26 @@ EMULATED = [
 ]
 
 
+def _float8(case: Case, scales: tuple[str, str] = ("heads", "heads"), **changes: Any) -> Case:
+    return dataclasses.replace(case, scales=scales, **changes)
+
+
+_NONE, _PAGES = ("none", "none"), ("pages", "pages")
+FLOAT8 = [
+    (5, _float8(LATENT)),
+    (7, _float8(LONG, heads=(128, 1), page_size=32, scales=_PAGES)),
+    (11, _float8(LONG, heads=(64, 1), page_size=16, is_missing=True, scales=_PAGES)),
+    (1, _float8(LONG, features=("is_causal", "sinks"), page_size=80, scales=_NONE)),
+    (4, _float8(SEVERAL, features=("sinks", "logits_soft_cap"), dims=(544, 480))),
+    (12, _float8(SEVERAL, heads=(96, 2), page_size=48, scales=_PAGES)),
+    (3, _float8(SEVERAL, features=("is_causal", "score_mod", "mask"), scales=_NONE)),
+    (6, _float8(LONG, features=("prefix",), is_missing=True, scales=_PAGES)),
+    (9, _float8(LATENT, lengths=(150, 260), counts=(20, 70), page_size=128)),
+    (5, _float8(SEVERAL, features=("is_causal", "batch_invariant"), scales=_PAGES)),
+]
+"""Pools of float8: every scale, also with pages that are smaller than a tile."""
+
+
 _FEATURES = ("is_causal", "logits_soft_cap", "local_window_size", "sinks", "score_mod", "mask")
 
 
@@ -102,7 +122,7 @@ def lowered(machine, selected):
 
 @pytest.mark.rotating(3)
 @pytest.mark.usefixtures("lowered")
-@pytest.mark.parametrize(("multiprocessors", "case"), EMULATED, ids=str)
+@pytest.mark.parametrize(("multiprocessors", "case"), [*EMULATED, *FLOAT8], ids=str)
 def test_emulated_kernels(multiprocessors, case, machine, assert_close):
     found = machine.submit(emulated, case, multiprocessors).result(timeout=600)
     assert_matches(found, case, assert_close)
@@ -167,8 +187,30 @@ _LARGE = [
 ]
 
 
+_LARGE_FLOAT8 = [
+    _float8(LATENT, lengths=(100, 17, 1, 0, 64, 65), counts=(1,) * 6, heads=(128, 1)),
+    _float8(LATENT, lengths=(4096, 1000, 3, 2047), counts=(1,) * 4, page_size=16),
+    _float8(LATENT, lengths=_MANY, counts=(1,) * 40, heads=(128, 1), scales=_PAGES),
+    _float8(LATENT, lengths=_MANY, counts=(1,) * 40, page_size=16, scales=_PAGES),
+    _float8(LATENT, lengths=(4096,) * 32, counts=(1,) * 32, heads=(128, 1)),
+    _float8(LATENT, lengths=(20000, *[100] * 30), counts=(1,) * 31, scales=_NONE),
+    _float8(LATENT, lengths=(900, 300), counts=(130, 300), page_size=48, scales=_PAGES),
+    _float8(SEVERAL, lengths=(700, 5, 1500, 9, 77), heads=(128, 1), scales=_NONE),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*_LARGE, *map(_invariant, _LARGE)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *_LARGE,
+        *map(_invariant, _LARGE),
+        *(case for _, case in FLOAT8),
+        *_LARGE_FLOAT8,
+        *map(_invariant, _LARGE_FLOAT8),
+    ],
+    ids=str,
+)
 def test_large_batches(case, assert_close):
     """Parts have many lengths and run on all SMs, unlike on the emulated machine."""
     assert_matches(case.found(case.batch()), case, assert_close)
