@@ -19,8 +19,8 @@ namespace memeff {
 // The kernel calls produce_keys() with one warp per column group, in place of a thread of
 // LatentProducerSm90. Both fill the same buffers, so consumers do not depend on the pool.
 //
-// A warp converts every third panel of a KV block. CTAs do not share keys: two copies of float8
-// have as many bytes as one of 16 bits, so each CTA reads what it would read if they did.
+// A warp converts every third panel of a KV block. CTAs do not share keys: an own copy in float8
+// has as many bytes as half of a copy in 16 bits, which a CTA reads if they do.
 template <class Config, class Kernel>
 struct LatentFloat8ProducerSm90 {
   using Element = typename Config::Element;
@@ -180,14 +180,14 @@ struct LatentFloat8ProducerSm90 {
 
     // Four numbers times a scale, as pairs of elements.
     CUTE_DEVICE static void scaled(uint32_t packed, float scale, uint32_t& low, uint32_t& high) {
-      uint32_t halves[2];
-      unpack_float8<false>(packed, halves[0], halves[1]);
-      auto const pair = [&](uint32_t half) {
-        return pack<Element>(unpack<cutlass::half_t>(half, 0) * scale,
-                             unpack<cutlass::half_t>(half, 1) * scale);
+      uint32_t numbers[2];  // pairs of float16
+      unpack_float8<false>(packed, numbers[0], numbers[1]);
+      auto const product = [&](uint32_t pair) {
+        return pack<Element>(unpack<cutlass::half_t>(pair, 0) * scale,
+                             unpack<cutlass::half_t>(pair, 1) * scale);
       };
-      low = pair(halves[0]);
-      high = pair(halves[1]);
+      low = product(numbers[0]);
+      high = product(numbers[1]);
     }
   };
 };
