@@ -157,12 +157,11 @@ def answer(
         if not own:
             continue
         rows = slice(case.starts[b + 1] - own, case.starts[b + 1])
-        key, value = (
-            x[b].astype(np.float64).swapaxes(0, 1)[:, None] for x in (case.keys, case.values)
-        )
+        key, value = (x[b].astype(np.float64).swapaxes(0, 1) for x in (case.keys, case.values))
         query = case.query[rows].astype(np.float64).reshape(own, len(key), -1, h)
-        scores = query.transpose(1, 2, 0, 3) @ key.swapaxes(2, 3)  # [K, N // K, own, length]
-        scores = factor * scores.reshape(n, own, length)
+        # One product for all query heads of a key head: NumPy multiplies single rows without BLAS.
+        query = query.transpose(1, 2, 0, 3).reshape(len(key), -1, h)  # [K, N // K * own, H]
+        scores = factor * (query @ key.swapaxes(1, 2)).reshape(n, own, length)
         indices = np.ix_(np.arange(n), np.arange(length - own, length), np.arange(length))
         if modified is not None:
             scores = modified(scores, b, *indices)
@@ -174,7 +173,7 @@ def answer(
             total = exps.sum(-1, keepdims=True)
             if sinks is not None:
                 total = total + np.exp(sinks[:, None, None] - largest)
-            weights = np.where(total > 0, exps / total, 0).reshape(len(key), -1, own, length)
+            weights = np.where(total > 0, exps / total, 0).reshape(len(key), -1, length)
             found = (weights @ value).reshape(n, own, -1).swapaxes(0, 1)
             out[rows], lse[rows] = found, (largest + np.log(total))[..., 0].T
     return out, lse
