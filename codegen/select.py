@@ -51,6 +51,7 @@ _COMMON_BIAS = {"bias": AskedBias("16", "common")}
 
 _STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
     *(({}, Strategy(query_rows=rows)) for rows in QUERY_ROWS),
+    ({"mask": "causal"}, Strategy(query_rows="128")),
     ({"varlen": True}, Strategy(query_rows="consumer_groups")),
     (features.together(), Strategy(query_rows="consumer_groups")),
     ({}, Strategy(split_q=True)),

@@ -18,8 +18,8 @@ from jax_memeff.codegen.features.mask import MASK, MaskKind
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes
 
-QueryRows = Literal["16", "32", "64", "consumer_groups"]
-QUERY_ROWS: tuple[QueryRows, ...] = ("16", "32", "64", "consumer_groups")
+QueryRows = Literal["16", "32", "64", "128", "consumer_groups"]
+QUERY_ROWS: tuple[QueryRows, ...] = ("16", "32", "64", "128", "consumer_groups")
 
 MULTIPROCESSORS = 132
 """The number on an H100 and on an H200. A program is lowered before its device is known, so this is
@@ -36,6 +36,10 @@ _DRAFT_ROWS = 32
 of one head may have a block mask, for which warps with 32 rows have no registers.
 """
 _PLAIN_ROWS = 128
+_LARGE_ROWS = 192
+"""The rows of the plain tile of a Hopper forward at ``SMALLER_TILE_DIM``."""
+SMALLER_TILE_DIM = 64
+"""The head dim at which some calls of a Hopper forward take a tile of 128 instead of 192 rows."""
 _WARPGROUP_ROWS = 64
 _LEAST_Q_BLOCKS = 4
 """Q blocks of 64 rows for each CTA of a split-Q backward; with fewer, the sums take longer."""
@@ -74,7 +78,8 @@ class Strategy:
     ``query_rows`` is set if a forward has few query rows, or too few tiles to fill the GPU:
     ``"16"``, ``"32"`` and ``"64"`` split the keys over CTAs, in tiles of this many rows (some GPUs
     have no tile of 32 and use that of 64); ``"consumer_groups"`` splits them over the consumer
-    groups of one CTA. No kernel splits the keys of float32. ``split_q`` lets several CTAs of a
+    groups of one CTA. No kernel splits the keys of float32. ``"128"`` splits nothing, but excludes
+    larger tiles, for queries that do not fill them. ``split_q`` lets several CTAs of a
     backward share a KV block. ``mma_sync`` excludes the wgmma kernels of float32.
 
     Raises ``ValueError`` for a ``query_rows`` that does not exist.
@@ -88,6 +93,11 @@ class Strategy:
         if self.query_rows not in (None, *QUERY_ROWS):
             names = ", ".join(map(repr, (None, *QUERY_ROWS)))
             raise ValueError(f"expected query_rows to be one of {names}, got {self.query_rows!r}")
+
+    @property
+    def splits_keys(self) -> bool:
+        """Whether CTAs or consumer groups divide the keys of a tile."""
+        return self.query_rows not in (None, "128")
 
     def __str__(self) -> str:
         """The words that differ from the default."""
@@ -201,7 +211,20 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     # If many heads share a key head, a tile of one head has few rows.
     by_tiles = -(-plain_tiles // multiprocessors) * sizes.keys
     saves_tiles = _split_time(split_tiles, sizes.keys, multiprocessors) < by_tiles
-    return "64" if rows <= 64 or few_tiles or saves_tiles else None
+    if rows <= 64 or few_tiles or saves_tiles:
+        return "64"
+    return "128" if _wastes_large_tiles(problem, sizes) else None
+
+
+def _wastes_large_tiles(problem: Problem, sizes: Sizes) -> bool:
+    """Whether tiles of 128 rows are faster than those of 192, as they are if there are two of
+    either (docs/tuning/sm90_forward.md). Features were not measured.
+    """
+    tiles = [-(-sizes.queries // rows) for rows in (_LARGE_ROWS, _PLAIN_ROWS)]
+    has_choice = problem.head_dim == problem.value_dim == SMALLER_TILE_DIM
+    modified = any(feature.modifies for feature in features.FEATURES if problem.asks(feature))
+    plain = not modified and not problem[features.VARLEN]
+    return gpu.has_wgmma(problem.arch) and has_choice and plain and tiles == [2, 2]
 
 
 def _takes_segments(problem: Problem, sizes: Sizes, rows: int, multiprocessors: int) -> bool:

@@ -350,7 +350,8 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--query-rows",
         choices=QUERY_ROWS,
-        help="few queries: split keys over CTAs, in tiles of so many rows, or over consumer groups",
+        help="few queries: split keys over CTAs, in tiles of up to 64 rows, or over consumer "
+        "groups; 128 splits nothing, but excludes larger tiles",
     )
     explain.add_argument(
         "--split-q", action="store_true", help="few KV blocks: CTAs of a backward share each one"

@@ -26,7 +26,7 @@ from jax_memeff.codegen.kernels.bases.persistent_sm90 import PersistentSm90, Per
 from jax_memeff.codegen.launch import TensorMap
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import KernelSpec, Row
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import SMALLER_TILE_DIM, Strategy
 
 _LEAST_TILE = 64
 """Each head dim has a tile whose rows and columns are this number or twice it."""
@@ -281,6 +281,9 @@ class FmhaFwdSm90(PersistentSm90):
         reasons = super().reasons(spec, problem, strategy)
         if spec.padded_head_dim in ALIGNED_DIMS and problem.head_dim % 16:
             reasons.append("TMA reads such rows at two thirds of its rate into panels of 64 bytes")
+        has_choice = spec.padded_head_dim == spec.padded_value_dim == SMALLER_TILE_DIM
+        if strategy.query_rows == "128" and has_choice and spec.tile.query > 128:
+            reasons.append(f"few queries do not fill its tiles of {spec.tile.query} rows")
         asked = problem[FUNCTIONS]
         if asked is None or asked.mask is None:
             return reasons

@@ -253,6 +253,18 @@ def test_closure_takes_dims_that_are_not_tuned():
         list(select.closure("sm_80", dims=[(70000, 64)]))
 
 
+def test_queries_that_do_not_fill_large_tiles_take_smaller_ones():
+    def rows(queries, **features):
+        asked = problem(head_dim=64, value_dim=64, arch="sm_90a", **features)
+        sizes = Sizes(batch=64, queries=queries, keys=queries, heads=12, key_heads=12)
+        return select.select(asked, strategy.choose(asked, sizes, 132)).tile.query
+
+    smaller = {queries for queries in (128, 192, 193, 197, 256, 257, 512) if rows(queries) == 128}
+    assert smaller == {193, 197, 256}
+    assert rows(197, mask="causal") == 128
+    assert rows(197, soft_cap=True) == rows(197, varlen=True) == 192
+
+
 def test_batch_invariant_steps_over_long_keys_divide_segments():
     pages = AskedPages(64, is_invariant=True)
     asked = problem(arch="sm_90a", varlen=True, pages=pages)

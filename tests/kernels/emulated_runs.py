@@ -203,23 +203,19 @@ CONSUMER_GROUPS = [
         Case(B=1, T=200, S=570, N=2, K=1, **CAUSAL),
         Case(B=3, T=130, S=450, H=128, bias="1NTS", dropout=0.2, lengths=LENGTHS, **WINDOW),
         Case(B=3, T=130, S=450, bias="BNT1", lengths=((130, 450), (77, 0), (0, 450))),
+        SINKS(B=3, T=130, S=450, lengths=((130, 450), (77, 0), (0, 450))),
     )
+]
+# Two tiles of 128 rows, where the plain tile has 192.
+SM90 += [
+    Run(Case(B=9, T=197, S=197, N=8, K=K, **mask), arch="sm_90a", splits=True, gradients=False)
+    for K, mask in ((8, CAUSAL), (2, {}))
 ]
 SM90 += [
     Run(SINKS(B=2, T=200, S=150, N=4, K=2, deterministic=True, **CAUSAL), arch="sm_90a"),
     Run(SINKS(B=2, T=130, S=150, H=128, bias="1NT1", lengths=LENGTHS[:2]), arch="sm_90a"),
     Run(SINKS(B=1, T=130, S=150, N=2, K=1, H=256), arch="sm_90a"),
 ]
-CONSUMER_GROUPS.append(
-    Run(
-        SINKS(B=3, T=130, S=450, lengths=((130, 450), (77, 0), (0, 450))),
-        arch="sm_90a",
-        seed=2,
-        multiprocessors=2,
-        splits=True,
-        gradients=False,
-    )
-)
 SM90 += [
     Run(MAXIMA(B=2, T=200, S=300, N=4, K=2, sinks=True, **CAUSAL), arch="sm_90a"),
     Run(MAXIMA(B=1, T=140, S=570, sign=-1, dtype="float16"), arch="sm_90a", gradients=False),

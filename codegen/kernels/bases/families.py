@@ -243,7 +243,7 @@ class WgmmaKernel(Kernel):
         can_split = spec.dtype not in F32_DTYPES and (not spec[VARLEN] or spec[PAGES].size > 0)
         if by_groups and strategy.query_rows != "consumer_groups":
             reasons.append("its consumer groups are for few work tiles whose keys are not long")
-        elif not by_groups and strategy.query_rows is not None and can_split:
+        elif not by_groups and strategy.splits_keys and can_split:
             reasons.append(
                 "it does not split the keys, and the work tiles alone do not fill the GPU"
             )

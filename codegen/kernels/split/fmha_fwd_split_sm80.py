@@ -67,10 +67,10 @@ class FmhaFwdSplitSm80(MmaKernel):
         reasons = []
         if problem[VARLEN] and not problem.asks(PAGES):
             reasons.append("it does not split the keys of packed sequences yet")
-        elif strategy.query_rows is None and not spec[PAGES].is_float8:
+        elif not strategy.splits_keys and not spec[PAGES].is_float8:
             reasons.append("it splits the keys, and work tiles fill the GPU without splits")
         rows = {"16": 16, "32": 32}.get(strategy.query_rows or "", 64)
-        if (strategy.query_rows or spec[PAGES].is_float8) and spec.tile.query < rows:
+        if (strategy.splits_keys or spec[PAGES].is_float8) and spec.tile.query < rows:
             reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
         if _groups_take_segments(spec) and problem.asks(FUNCTIONS):
             reasons.append("its warps have different segments, and functions need a common one")
