@@ -213,17 +213,17 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     saves_tiles = _split_time(split_tiles, sizes.keys, multiprocessors) < by_tiles
     if rows <= 64 or few_tiles or saves_tiles:
         return "64"
-    return "128" if _wastes_large_tiles(problem, sizes) else None
+    return "128" if _fills_smaller_tiles(problem, sizes) else None
 
 
-def _wastes_large_tiles(problem: Problem, sizes: Sizes) -> bool:
+def _fills_smaller_tiles(problem: Problem, sizes: Sizes) -> bool:
     """Whether tiles of 128 rows are faster than those of 192, as they are if there are two of
-    either (docs/tuning/sm90_forward.md). Features were not measured.
+    either (docs/tuning/sm90_forward.md). Features were not measured, and ``select.closure`` has
+    these tiles without features only.
     """
     tiles = [-(-sizes.queries // rows) for rows in (_LARGE_ROWS, _PLAIN_ROWS)]
     has_choice = problem.head_dim == problem.value_dim == SMALLER_TILE_DIM
-    modified = any(feature.modifies for feature in features.FEATURES if problem.asks(feature))
-    plain = not modified and not problem[features.VARLEN]
+    plain = {feature for feature in features.FEATURES if problem.asks(feature)} <= {MASK}
     return gpu.has_wgmma(problem.arch) and has_choice and plain and tiles == [2, 2]
 
 

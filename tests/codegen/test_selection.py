@@ -262,7 +262,8 @@ def test_queries_that_do_not_fill_large_tiles_take_smaller_ones():
     smaller = {queries for queries in (128, 192, 193, 197, 256, 257, 512) if rows(queries) == 128}
     assert smaller == {193, 197, 256}
     assert rows(197, mask="causal") == 128
-    assert rows(197, soft_cap=True) == rows(197, varlen=True) == 192
+    others = ("soft_cap", "varlen", "lengths", "positions", "broadcast_batch", "sinks")
+    assert {rows(197, **{name: True}) for name in others} == {192}
 
 
 def test_batch_invariant_steps_over_long_keys_divide_segments():
