@@ -5,9 +5,10 @@ columns of the keys.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from jax_memeff.codegen import shared_memory, strategy
-from jax_memeff.codegen.features import PAGES, AskedPages, pages
+from jax_memeff.codegen.features import PAGES, AskedPages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import SCALES, key_box_rows
 from jax_memeff.codegen.kernels.bases.families import (
@@ -58,14 +59,32 @@ together.
 _COMBINE_BLOCKS_PER_SM = 6
 """CTAs of the combine kernel per SM, which loop over all rows. With 8 they spill."""
 
-SMALL_GROUP, SHORT_SEGMENT_KEYS, LONG_SEGMENT_KEYS = 16, 256, 1024
-"""Batch-invariant results have short segments if at most this many query heads share a key head,
-else long ones.
-
-A row tile takes 3300 cycles for 64 keys and 5500 to store 64 rows, but in a decode step a small
-group fills only a quarter of these rows. Hazard: the length must depend on nothing that differs
-between calls with the same token, because the bits depend on it.
+SMALL_GROUP = 16
+"""Batch-invariant results have other segments if at most this many query heads share a key head: in
+a decode step they fill a quarter of the rows of a tile, so segments cost less.
 """
+
+
+class Segments(NamedTuple):
+    """The segments of the keys of a batch-invariant call: ``KeySegments`` of
+    ffi/include/memeff/schedule/balanced_keys.cuh.
+
+    A segment has ``keys`` keys if it begins before ``doubles_at``, else twice as many. Hazard: the
+    bits depend on the segments, so these must depend on nothing that differs between calls with the
+    same token.
+    """
+
+    keys: int
+    doubles_at: int
+
+    def count(self, keys: int) -> int:
+        """The number of segments of a sequence."""
+        short = min(keys, self.doubles_at)
+        return -(-short // self.keys) + -(-(keys - short) // (2 * self.keys))
+
+
+SMALL_GROUP_SEGMENTS, LARGE_GROUP_SEGMENTS = Segments(512, 32768), Segments(1024, 8192)
+"""docs/tuning/serving.md compares them with others."""
 
 _WEIGHT_SUM_NUMBERS = 2
 """``WeightSum`` of ffi/include/memeff/kernels/forward/segment_sum.cuh."""
@@ -166,8 +185,10 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         if spec[PAGES].is_invariant:
             constants |= {
                 "kSmallGroup": SMALL_GROUP,
-                "kShortSegmentKeys": SHORT_SEGMENT_KEYS,
-                "kLongSegmentKeys": LONG_SEGMENT_KEYS,
+                "kSmallGroupSegmentKeys": SMALL_GROUP_SEGMENTS.keys,
+                "kSmallGroupDoublesAt": SMALL_GROUP_SEGMENTS.doubles_at,
+                "kLargeGroupSegmentKeys": LARGE_GROUP_SEGMENTS.keys,
+                "kLargeGroupDoublesAt": LARGE_GROUP_SEGMENTS.doubles_at,
             }
         return constants
 
@@ -196,8 +217,8 @@ def _segment_workspaces(spec: KernelSpec, sizes: Sizes, rows: int) -> Iterator[W
     up in one sum for each of the ``rows`` of all row tiles.
     """
     outputs = rows * spec.padded_value_dim
-    length = SHORT_SEGMENT_KEYS if sizes.group <= SMALL_GROUP else LONG_SEGMENT_KEYS
-    segments = pages.segments(sizes.keys, length)
+    of_group = SMALL_GROUP_SEGMENTS if sizes.group <= SMALL_GROUP else LARGE_GROUP_SEGMENTS
+    segments = of_group.count(sizes.keys)
     if strategy.segments_fit(segments, outputs):
         yield Workspace("partial_logsumexp", (rows * segments,))
         yield Workspace("partial_out", (rows * segments, spec.padded_value_dim))

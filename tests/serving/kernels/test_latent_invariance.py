@@ -152,10 +152,10 @@ def emulated(call: Call) -> tuple[np.ndarray, np.ndarray]:
 
 SEQUENCES = [
     Sequence(150),
-    # A segment of 256 keys ends at the last key, before it, and after it.
-    Sequence(512),
-    Sequence(513, features=("is_causal", "sinks")),
-    Sequence(767, features=()),
+    # A segment of 512 keys ends at the last key, before it, and after it.
+    Sequence(1024),
+    Sequence(1025, features=("is_causal", "sinks")),
+    Sequence(1535, features=()),
     # The first KV block of a window and its last one belong to different consumers, and windows of
     # the tokens of a tile begin in different segments.
     Sequence(830, features=("is_causal", "local_window_size", "sinks")),
@@ -165,6 +165,9 @@ SEQUENCES = [
     # Segments of 1024 keys, and row tiles that share their keys.
     Sequence(1500, heads=128, tokens=5),
     Sequence(1030, heads=64, tokens=6, features=("is_causal", "local_window_size")),
+    # Large groups have segments of 2048 keys from 8192 on.
+    Sequence(8192, heads=24, tokens=2),
+    Sequence(10300, heads=24, tokens=2),
 ]
 
 

@@ -12,8 +12,8 @@
 // is cut into parts, whose results are partial: a group has at most two, at the ends of its
 // stretch.
 //
-// Batch-invariant calls sum the keys of a row tile in segments that begin at absolute multiples of
-// their length, so the bits do not depend on the cuts. Each segment is a part of its own. If all of
+// Batch-invariant calls sum the keys of a row tile in segments that begin at absolute positions, so
+// the bits do not depend on the cuts. Each segment is a part of its own. If all of
 // them have slots, the cuts of the line are rounded to segments. Otherwise the group in whose
 // stretch an item begins computes all of it, and adds up the segments of a row tile in one slot.
 #pragma once
@@ -36,20 +36,31 @@ struct KeyPart {
 };
 
 // The segments of the keys of a batch-invariant call, and where their results are. Hazard: the
-// length of a segment must not depend on anything that differs between calls with the same token,
-// so it depends on the group only. Storing a segment takes longer if the tile has more valid rows.
+// segment of a key must not depend on anything that differs between calls with the same token, so
+// it depends on the group and on the position of the key only. Segments have a length first, and
+// twice that length from a position on.
 template <class Config>
 struct KeySegments {
-  static_assert(Config::kShortSegmentKeys % (2 * Config::kTileKey) == 0);
-  static_assert(Config::kLongSegmentKeys % (2 * Config::kTileKey) == 0);
+  static_assert(Config::kSmallGroupSegmentKeys % (2 * Config::kTileKey) == 0);
+  static_assert(Config::kLargeGroupSegmentKeys % (2 * Config::kTileKey) == 0);
+  static_assert(Config::kSmallGroupDoublesAt % (2 * Config::kSmallGroupSegmentKeys) == 0);
+  static_assert(Config::kLargeGroupDoublesAt % (2 * Config::kLargeGroupSegmentKeys) == 0);
 
   ForwardParams const& params;
 
-  CUTE_DEVICE int keys() const {
-    return params.shape.group <= Config::kSmallGroup ? Config::kShortSegmentKeys
-                                                     : Config::kLongSegmentKeys;
+  // The segment with a KV block.
+  CUTE_DEVICE int index(int block) const {
+    int const unit = is_small() ? block / (Config::kSmallGroupSegmentKeys / Config::kTileKey)
+                                : block / (Config::kLargeGroupSegmentKeys / Config::kTileKey);
+    return unit < shorter() ? unit : (unit + shorter()) / 2;
   }
-  CUTE_DEVICE int blocks() const { return keys() / Config::kTileKey; }
+
+  // The first KV block of a segment.
+  CUTE_DEVICE int begin(int index) const {
+    int const unit = index < shorter() ? index : 2 * index - shorter();
+    return unit * ((is_small() ? Config::kSmallGroupSegmentKeys : Config::kLargeGroupSegmentKeys) /
+                   Config::kTileKey);
+  }
 
   // Whether CTAs may divide the segments of a row tile, because each has a slot.
   CUTE_DEVICE bool divided() const { return params.out_sum == nullptr; }
@@ -62,7 +73,8 @@ struct KeySegments {
 
   // The first row of partial results of a segment of the row tile with index `tile`.
   CUTE_DEVICE long long partial_row(int tile, int segment) const {
-    long long const count = ceil_div(params.shape.key_length, keys());
+    int const blocks = ceil_div(params.shape.key_length, Config::kTileKey);
+    long long const count = blocks == 0 ? 0 : index(blocks - 1) + 1;
     return (tile * count + segment) * Config::kTileQuery;
   }
 
@@ -70,6 +82,15 @@ struct KeySegments {
   // because it must not change those that the other one has yet to read.
   CUTE_DEVICE float2& weights(long long row, int consumer) const {
     return reinterpret_cast<float2*>(params.partial_logsumexp)[2 * row + consumer];
+  }
+
+ private:
+  CUTE_DEVICE bool is_small() const { return params.shape.group <= Config::kSmallGroup; }
+
+  // The number of segments before their length doubles.
+  CUTE_DEVICE int shorter() const {
+    return is_small() ? Config::kSmallGroupDoublesAt / Config::kSmallGroupSegmentKeys
+                      : Config::kLargeGroupDoublesAt / Config::kLargeGroupSegmentKeys;
   }
 };
 
@@ -203,9 +224,10 @@ class BalancedKeys {
       KeySegments<Config> const segments = {params_};
       if (!segments.divided()) return block > -kItemCost ? size : 0;
       if (at == 0 || at == size) return at;
-      int const length = segments.blocks();
-      int const nearest = (item.part.begin + at + length / 2) / length * length;
-      return int(clamp(nearest - item.part.begin, size));
+      int const segment = segments.index(item.part.begin + at);
+      int const begin = max(segments.begin(segment) - item.part.begin, 0);
+      int const end = min(segments.begin(segment + 1) - item.part.begin, size);
+      return 2 * at < begin + end ? begin : end;
     }
     return at;
   }
@@ -214,13 +236,14 @@ class BalancedKeys {
   template <class Use>
   CUTE_DEVICE void hand_out(KeyPart const& part, Use use) const {
     if constexpr (kKeySegments) {
-      int const length = KeySegments<Config>{params_}.blocks();
+      KeySegments<Config> const segments = {params_};
       CUTE_NO_UNROLL
-      for (int begin = part.begin; begin < part.end;) {
-        int const end = min((begin / length + 1) * length, part.end);
+      for (int segment = segments.index(part.begin); segments.begin(segment) < part.end;
+           ++segment) {
+        int const begin = max(segments.begin(segment), part.begin);
+        int const end = min(segments.begin(segment + 1), part.end);
         use(KeyPart{part.batch, part.head, part.tile, begin, end,
-                    KeySegments<Config>::slot(begin / length, begin != part.begin)});
-        begin = end;
+                    KeySegments<Config>::slot(segment, begin != part.begin)});
       }
     } else {
       use(part);

@@ -100,9 +100,9 @@ struct FmhaForwardLatentCombine {
     CUTE_UNROLL
     for (Sum& sum : sums) sum = Sum::empty();
     if (segments.divided()) {
-      int const blocks = segments.blocks();
       CUTE_NO_UNROLL
-      for (int segment = keys.begin / blocks; segment * blocks < keys.end; ++segment) {
+      for (int segment = segments.index(keys.begin); segments.begin(segment) < keys.end;
+           ++segment) {
         add(params, segments.partial_row(index, segment) + tile_row, sums);
       }
     } else if (keys.begin < keys.end) {
