@@ -19,7 +19,7 @@ from jax_memeff.codegen.kernels.bases.families import (
 )
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.sizes import Sizes, round_up
 from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
@@ -86,8 +86,10 @@ class Segments(NamedTuple):
 SMALL_GROUP_SEGMENTS, LARGE_GROUP_SEGMENTS = Segments(512, 32768), Segments(1024, 8192)
 """docs/tuning/serving.md compares them with others."""
 
-_WEIGHT_SUM_NUMBERS = 2
-"""``WeightSum`` of ffi/include/memeff/kernels/forward/segment_sum.cuh."""
+_WARP_ROWS, _WEIGHT_NUMBERS = 16, 16
+"""The rows of a block of ``SegmentTile`` (ffi/include/memeff/kernels/forward/latent), and the
+numbers of its weights for each row.
+"""
 
 _MOST_BLOCKS = 144
 """One CTA for each SM of a full GH100."""
@@ -196,32 +198,25 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
         """Each CTA of the main kernel's grid has two slots for partial results, and each row tile
-        records the slots that hold its parts.
+        records the slots that hold its parts. In a batch-invariant call a CTA has a slot for its
+        running sum, and there are others for segments. If these do not suffice, CTAs divide fewer
+        row tiles, which changes no bit.
         """
-        rows = spec.tile.query
+        rows, columns = spec.tile.query, spec.padded_value_dim
         packed, heads = sizes.queries * sizes.group, sizes.batch * sizes.key_heads
         tiles = heads * -(-packed // rows)
-        if spec[PAGES].is_invariant:
-            yield from _segment_workspaces(spec, sizes, tiles * rows)
-            return
         clusters = heads * -(-packed // (_CLUSTER * rows)) * -(-sizes.keys // spec.tile.key)
         blocks = min(_CLUSTER * clusters, max(multiprocessors, _MOST_BLOCKS))
-        slots = 2 * blocks * rows
-        yield Workspace("partial_logsumexp", (slots,))
-        yield Workspace("partial_out", (slots, spec.padded_value_dim))
         yield Workspace("tile_parts", (tiles, _TILE_PARTS_WORDS), "int32")
-
-
-def _segment_workspaces(spec: KernelSpec, sizes: Sizes, rows: int) -> Iterator[Workspace]:
-    """The results of each segment, whichever CTA computes it. If they do not fit, a CTA adds them
-    up in one sum for each of the ``rows`` of all row tiles.
-    """
-    outputs = rows * spec.padded_value_dim
-    of_group = SMALL_GROUP_SEGMENTS if sizes.group <= SMALL_GROUP else LARGE_GROUP_SEGMENTS
-    segments = of_group.count(sizes.keys)
-    if strategy.segments_fit(segments, outputs):
-        yield Workspace("partial_logsumexp", (rows * segments,))
-        yield Workspace("partial_out", (rows * segments, spec.padded_value_dim))
-    else:
-        yield Workspace("partial_logsumexp", (rows, _CONSUMERS, _WEIGHT_SUM_NUMBERS))
-        yield Workspace("out_sum", (rows, spec.padded_value_dim))
+        if spec[PAGES].is_invariant:
+            of_group = SMALL_GROUP_SEGMENTS if sizes.group <= SMALL_GROUP else LARGE_GROUP_SEGMENTS
+            used = min(rows, round_up(packed, _WARP_ROWS))
+            outputs = used * (columns + _WEIGHT_NUMBERS)
+            # The first segment of a row tile is part of a running sum.
+            segments = tiles * max(of_group.count(sizes.keys) - 1, 0)
+            slots = blocks + min(segments, strategy.most_segments(outputs))
+            yield Workspace("partial_out", (slots, used, columns + _WEIGHT_NUMBERS))
+        else:
+            slots = 2 * blocks * rows
+            yield Workspace("partial_logsumexp", (slots,))
+            yield Workspace("partial_out", (slots, columns))

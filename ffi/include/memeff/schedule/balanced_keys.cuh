@@ -12,87 +12,19 @@
 // is cut into parts, whose results are partial: a group has at most two, at the ends of its
 // stretch.
 //
-// Batch-invariant calls sum the keys of a row tile in segments that begin at absolute positions, so
-// the bits do not depend on the cuts. Each segment is a part of its own. If all of
-// them have slots, the cuts of the line are rounded to segments. Otherwise the group in whose
-// stretch an item begins computes all of it, and adds up the segments of a row tile in one slot.
+// Batch-invariant calls sum the keys of a row tile in segments that begin at absolute positions
+// (schedule/key_segments.cuh), so the bits do not depend on the cuts, which are rounded to
+// segments. The group that has the first keys of an item adds up its segments in a running sum.
+// Other parts of an item have a slot for each segment. If the slots do not suffice for an item, it
+// is not cut.
 #pragma once
 
 #include <memeff/core/common.cuh>
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/mask/interval.cuh>
+#include <memeff/schedule/key_segments.cuh>
 
 namespace memeff {
-
-// A range of the KV blocks of a row tile, which a CTA computes in one pass.
-struct KeyPart {
-  int batch;  // -1 after the last
-  int head;   // the key head
-  int tile;   // of kTileQuery packed rows
-  int begin;  // KV blocks
-  int end;
-  int slot;  // of the partial results, or -1 if the part is the whole row tile, or
-             // KeySegments::slot()
-};
-
-// The segments of the keys of a batch-invariant call, and where their results are. Hazard: the
-// segment of a key must not depend on anything that differs between calls with the same token, so
-// it depends on the group and on the position of the key only. Segments have a length first, and
-// twice that length from a position on.
-template <class Config>
-struct KeySegments {
-  static_assert(Config::kSmallGroupSegmentKeys % (2 * Config::kTileKey) == 0);
-  static_assert(Config::kLargeGroupSegmentKeys % (2 * Config::kTileKey) == 0);
-  static_assert(Config::kSmallGroupDoublesAt % (2 * Config::kSmallGroupSegmentKeys) == 0);
-  static_assert(Config::kLargeGroupDoublesAt % (2 * Config::kLargeGroupSegmentKeys) == 0);
-
-  ForwardParams const& params;
-
-  // The segment with a KV block.
-  CUTE_DEVICE int index(int block) const {
-    int const unit = is_small() ? block / (Config::kSmallGroupSegmentKeys / Config::kTileKey)
-                                : block / (Config::kLargeGroupSegmentKeys / Config::kTileKey);
-    return unit < shorter() ? unit : (unit + shorter()) / 2;
-  }
-
-  // The first KV block of a segment.
-  CUTE_DEVICE int begin(int index) const {
-    int const unit = index < shorter() ? index : 2 * index - shorter();
-    return unit * ((is_small() ? Config::kSmallGroupSegmentKeys : Config::kLargeGroupSegmentKeys) /
-                   Config::kTileKey);
-  }
-
-  // Whether CTAs may divide the segments of a row tile, because each has a slot.
-  CUTE_DEVICE bool divided() const { return params.out_sum == nullptr; }
-
-  // The slot of a part encodes the number of its segment, and whether the part before it belongs to
-  // the same row tile.
-  CUTE_DEVICE static int slot(int segment, bool continues) { return 2 * segment + continues; }
-  CUTE_DEVICE static int segment(KeyPart const& part) { return part.slot / 2; }
-  CUTE_DEVICE static bool continues(KeyPart const& part) { return part.slot % 2 != 0; }
-
-  // The first row of partial results of a segment of the row tile with index `tile`.
-  CUTE_DEVICE long long partial_row(int tile, int segment) const {
-    int const blocks = ceil_div(params.shape.key_length, Config::kTileKey);
-    long long const count = blocks == 0 ? 0 : index(blocks - 1) + 1;
-    return (tile * count + segment) * Config::kTileQuery;
-  }
-
-  // The maximum and the weight of a row in the sum of its segments. Each consumer has its own,
-  // because it must not change those that the other one has yet to read.
-  CUTE_DEVICE float2& weights(long long row, int consumer) const {
-    return reinterpret_cast<float2*>(params.partial_logsumexp)[2 * row + consumer];
-  }
-
- private:
-  CUTE_DEVICE bool is_small() const { return params.shape.group <= Config::kSmallGroup; }
-
-  // The number of segments before their length doubles.
-  CUTE_DEVICE int shorter() const {
-    return is_small() ? Config::kSmallGroupDoublesAt / Config::kSmallGroupSegmentKeys
-                      : Config::kLargeGroupDoublesAt / Config::kLargeGroupSegmentKeys;
-  }
-};
 
 // The schedule of a latent forward. The producer warp of the kernel iterates over the parts of its
 // CTA, and the combine kernel finds the slots by index().
@@ -148,15 +80,21 @@ class BalancedKeys {
     long long const end = quotient(total * (group + 1), groups);
     int const lane = int(threadIdx.x) % kWarpSize;
     long long before = 0;
+    int slots = 0;
     for (int first = 0; first < items() && before < end; first = next_round(first)) {
       Item const item = this->item(first + lane, cta);
       int const sum = sum_of_lanes(item.units());  // up to this lane
       long long const first_block = before + sum - item.range_size();
-      int const part_begin = cut(item, begin - first_block);
-      int const part_end = cut(item, end - first_block);
+      int part_begin = cut(item, begin - first_block);
+      int part_end = cut(item, end - first_block);
       bool const whole = part_end - part_begin == item.range_size();
       KeyPart part = item.part;
       part.slot = whole ? -1 : part_begin == 0 ? 2 * cta + 1 : 2 * cta;
+      TileParts parts;
+      if constexpr (kKeySegments) {
+        parts = segment_parts(item, first_block, total, groups, cta, slots, part_begin, part_end,
+                              part.slot);
+      }
       part.begin += part_begin;
       part.end = item.part.begin + part_end;
       bool const is_own = part_begin < part_end && item.has_rows;
@@ -172,17 +110,21 @@ class BalancedKeys {
                          __shfl_sync(0xffffffffu, part.slot, source)},
                  use);
       }
-      if (!kKeySegments && is_own && part_begin == 0) {
-        long long const last = (first_block + item.range_size()) * groups - 1;
-        params_.tile_parts[index(params_.shape, part.batch, part.head, part.tile)] = {
-            int(quotient(last, total)) - group + 1, 2 * cta + 1, 2 * (cta + together_),
-            2 * together_};
+      if (is_own && part_begin == 0) {
+        if constexpr (!kKeySegments) {
+          long long const last = (first_block + item.range_size()) * groups - 1;
+          parts = {int(quotient(last, total)) - group + 1, 2 * cta + 1, 2 * (cta + together_),
+                   2 * together_};
+        }
+        params_.tile_parts[index(params_.shape, part.batch, part.head, part.tile)] = parts;
       }
       before += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
     }
   }
 
  private:
+  static constexpr int kWhole = -2;  // instead of a slot: the part is a whole item
+
   // The row tile of this CTA in an item.
   struct Item {
     KeyPart part;   // all KV blocks of the CTA's row tile
@@ -221,29 +163,67 @@ class BalancedKeys {
     int const size = item.range_size();
     int const at = int(clamp(block, size));
     if constexpr (kKeySegments) {
-      KeySegments<Config> const segments = {params_};
-      if (!segments.divided()) return block > -kItemCost ? size : 0;
       if (at == 0 || at == size) return at;
-      int const segment = segments.index(item.part.begin + at);
-      int const begin = max(segments.begin(segment) - item.part.begin, 0);
-      int const end = min(segments.begin(segment + 1) - item.part.begin, size);
-      return 2 * at < begin + end ? begin : end;
+      TileRange const near = segment(item, at);
+      return 2 * at < near.begin + near.end ? near.begin : near.end;
     }
     return at;
+  }
+
+  // The blocks of the segment with block `at` of an item, both relative to its first block.
+  CUTE_DEVICE TileRange segment(Item const& item, int at) const {
+    KeySegments<Config> const segments = {params_.shape};
+    int const index = segments.index(item.part.begin + at);
+    return {max(segments.begin(index) - item.part.begin, 0),
+            min(segments.begin(index + 1) - item.part.begin, item.range_size())};
+  }
+
+  // Gives slots to the segments of the items of all lanes, after the first `slots`, which are in
+  // use, and returns the parts of this lane's item. The part [part_begin, part_end) of this CTA
+  // changes if the item is not cut. `slot` becomes that of its first segment, or if it begins the
+  // item, -1 or kWhole.
+  CUTE_DEVICE TileParts segment_parts(Item const& item, long long first_block, long long total,
+                                      int groups, int cta, int& slots, int& part_begin,
+                                      int& part_end, int& slot) const {
+    KeySegments<Config> const segments = {params_.shape};
+    int const size = item.range_size();
+    // The first cut of the line that is rounded to the end of the first segment, or farther.
+    long long const half = ceil_div(segment(item, 0).end, 2);
+    int const next_group =
+        int(min(quotient((first_block + half) * groups + total - 1, total), (long long)groups));
+    int const first_cut = cut(item, quotient(total * next_group, groups) - first_block);
+    int const first = item.part.begin + first_cut;
+    int count = segments.count(first, item.part.end);
+    int const sum = sum_of_lanes(count);
+    int const ctas = int(gridDim.x);
+    // Hazard: the launcher has the number of slots, and each CTA's running sum takes one of them.
+    bool const fits = (long long)(slots + sum) * together_ <= params_.splits - ctas;
+    int const own = ctas + (slots + sum - count) * together_ + cta % together_;
+    slots += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
+    if (count > 0 && !fits) {
+      count = 0;
+      part_begin = 0;
+      part_end = next_group - 1 == cta / together_ ? size : 0;
+    }
+    slot = own + segments.count(first, item.part.begin + part_begin) * together_;
+    if (part_begin == 0) slot = part_end == size ? kWhole : -1;
+    return {1 + count, cta, own, together_};
   }
 
   // Calls use() for a part, or for each of its segments.
   template <class Use>
   CUTE_DEVICE void hand_out(KeyPart const& part, Use use) const {
     if constexpr (kKeySegments) {
-      KeySegments<Config> const segments = {params_};
+      KeySegments<Config> const segments = {params_.shape};
+      int slot = max(part.slot, -1);
       CUTE_NO_UNROLL
-      for (int segment = segments.index(part.begin); segments.begin(segment) < part.end;
-           ++segment) {
-        int const begin = max(segments.begin(segment), part.begin);
-        int const end = min(segments.begin(segment + 1), part.end);
-        use(KeyPart{part.batch, part.head, part.tile, begin, end,
-                    KeySegments<Config>::slot(segment, begin != part.begin)});
+      for (int index = segments.index(part.begin); segments.begin(index) < part.end; ++index) {
+        int const begin = max(segments.begin(index), part.begin);
+        int const end = min(segments.begin(index + 1), part.end);
+        SegmentResult const result = {slot, part.slot == kWhole && end == part.end,
+                                      begin != part.begin};
+        use(KeyPart{part.batch, part.head, part.tile, begin, end, result.bits()});
+        if (slot >= 0) slot += together_;
       }
     } else {
       use(part);
