@@ -13,7 +13,7 @@
 // stretch.
 //
 // Batch-invariant calls sum the keys of a row tile in segments that begin at absolute positions
-// (schedule/key_segments.cuh), so the bits do not depend on the cuts, which are rounded to
+// (mask/key_segments.cuh), so the bits do not depend on the cuts, which are rounded to
 // segments. The group that has the first keys of an item adds up its segments in a running sum.
 // Other parts of an item have a slot for each segment. If the slots do not suffice for an item, it
 // is not cut.
@@ -22,9 +22,34 @@
 #include <memeff/core/common.cuh>
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/mask/interval.cuh>
-#include <memeff/schedule/key_segments.cuh>
+#include <memeff/mask/key_segments.cuh>
 
 namespace memeff {
+
+// A range of the KV blocks of a row tile, which a CTA computes in one pass.
+struct KeyPart {
+  int batch;  // -1 after the last
+  int head;   // the key head
+  int tile;   // of kTileQuery packed rows
+  int begin;  // KV blocks
+  int end;
+  int slot;  // of the partial results, or -1 if the part is the whole row tile, or the bits of a
+             // SegmentResult
+};
+
+// Where the result of a segment goes. A CTA that computes a row tile from its first key on adds up
+// the segments, in order, in its running sum. Other segments have slots, which the combine kernel
+// adds to that sum.
+struct SegmentResult {
+  int slot;        // -1: the running sum
+  bool ends;       // the running sum is complete, and it is the whole row tile
+  bool continues;  // the part before it belongs to the same row tile
+
+  CUTE_DEVICE static SegmentResult of(KeyPart const& part) {
+    return {part.slot / 4 - 1, part.slot % 4 / 2 != 0, part.slot % 2 != 0};
+  }
+  CUTE_DEVICE int bits() const { return 4 * (slot + 1) + 2 * ends + continues; }
+};
 
 // The schedule of a latent forward. The producer warp of the kernel iterates over the parts of its
 // CTA, and the combine kernel finds the slots by index().
@@ -123,7 +148,8 @@ class BalancedKeys {
   }
 
  private:
-  static constexpr int kWhole = -2;  // instead of a slot: the part is a whole item
+  static constexpr int kMostSlots = 1 << 28;  // more than any call has
+  static constexpr int kWhole = -2;           // instead of a slot: the part is a whole item
 
   // The row tile of this CTA in an item.
   struct Item {
@@ -199,7 +225,8 @@ class BalancedKeys {
     // Hazard: the launcher has the number of slots, and each CTA's running sum takes one of them.
     bool const fits = (long long)(slots + sum) * together_ <= params_.splits - ctas;
     int const own = ctas + (slots + sum - count) * together_ + cta % together_;
-    slots += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
+    // Hazard: all segments of a call may be more than an int can count.
+    slots = min(slots + __shfl_sync(0xffffffffu, sum, kWarpSize - 1), kMostSlots);
     if (count > 0 && !fits) {
       count = 0;
       part_begin = 0;

@@ -138,21 +138,25 @@ struct FmhaForwardLatentCombine {
     if (threadIdx.x == 0) {
       params.logsumexp[logsumexp_offset<Config>(shape, origin, head) + query] = end.logsumexp;
     }
-    char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
     if constexpr (Schedule::kKeySegments) {
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        int const column = (int(threadIdx.x) / 4 * 2 + i) * 8 + int(threadIdx.x) % 4 * 2;
-        OutputColumns<2> const pair = {{sum.out.values[2 * i], sum.out.values[2 * i + 1]}};
-        if (column < shape.value_dim) {
-          pair.template store<Element>(out + column * sizeof(Element), end.factor);
-        }
-      }
-      return;
+      char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
+      store_pairs(out, shape.value_dim, sum, end.factor);
+    } else {
+      int const column = 4 * int(threadIdx.x);
+      if (column >= shape.value_dim) return;
+      char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
+      sum.out.template store<Element>(out + column * sizeof(Element), end.factor);
     }
-    int const column = 4 * int(threadIdx.x);
-    if (column >= shape.value_dim) return;
-    sum.out.template store<Element>(out + column * sizeof(Element), end.factor);
+  }
+
+  // Stores the columns of a thread in a SegmentTile; `row` is their row of the result.
+  CUTE_DEVICE static void store_pairs(char* row, int columns, Sum const& sum, float factor) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int const column = (int(threadIdx.x) / 4 * 2 + i) * 8 + int(threadIdx.x) % 4 * 2;
+      OutputColumns<2> const pair = {{sum.out.values[2 * i], sum.out.values[2 * i + 1]}};
+      if (column < columns) pair.template store<Element>(row + column * sizeof(Element), factor);
+    }
   }
 
   // Clears this CTA's part of the query rows that belong to no sequence. Each lane of a warp checks

@@ -8,7 +8,7 @@
 #include <memeff/kernels/forward/latent/segment_tile.cuh>
 #include <memeff/kernels/forward/segment_sum.cuh>
 #include <memeff/layout/packed_rows.cuh>
-#include <memeff/schedule/key_segments.cuh>
+#include <memeff/schedule/balanced_keys.cuh>
 #include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {

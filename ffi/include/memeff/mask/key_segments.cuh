@@ -6,31 +6,6 @@
 
 namespace memeff {
 
-// A range of the KV blocks of a row tile, which a CTA computes in one pass.
-struct KeyPart {
-  int batch;  // -1 after the last
-  int head;   // the key head
-  int tile;   // of kTileQuery packed rows
-  int begin;  // KV blocks
-  int end;
-  int slot;  // of the partial results, or -1 if the part is the whole row tile, or the bits of a
-             // SegmentResult
-};
-
-// Where the result of a segment goes. A CTA that computes a row tile from its first key on adds up
-// the segments, in order, in its running sum. Other segments have slots, which the combine kernel
-// adds to that sum.
-struct SegmentResult {
-  int slot;        // -1: the running sum
-  bool ends;       // the running sum is complete, and it is the whole row tile
-  bool continues;  // the part before it belongs to the same row tile
-
-  CUTE_DEVICE static SegmentResult of(KeyPart const& part) {
-    return {part.slot / 4 - 1, part.slot % 4 / 2 != 0, part.slot % 2 != 0};
-  }
-  CUTE_DEVICE int bits() const { return 4 * (slot + 1) + 2 * ends + continues; }
-};
-
 // Hazard: the segment of a key must not depend on anything that differs between calls with the same
 // token, so it depends on the group and on the position of the key only. Segments have a length
 // first, and twice that length from a position on.
