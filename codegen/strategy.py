@@ -250,7 +250,12 @@ def segments_fit(segments: int, outputs: int) -> bool:
     """Whether there is memory for ``outputs`` numbers for each segment of a batch-invariant call.
     If not, CTAs do not divide the keys of a tile, which changes no bit.
     """
-    return segments * outputs * 4 <= _MOST_SEGMENT_BYTES
+    return segments <= most_segments(outputs)
+
+
+def most_segments(outputs: int) -> int:
+    """The segments for which there is memory, with ``outputs`` numbers for each of them."""
+    return _MOST_SEGMENT_BYTES // (4 * outputs)
 
 
 def _consumer_groups_time(tiles: int, keys: int, multiprocessors: int) -> float:

@@ -5,9 +5,10 @@ columns of the keys.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from jax_memeff.codegen import shared_memory, strategy
-from jax_memeff.codegen.features import PAGES, AskedPages, pages
+from jax_memeff.codegen.features import PAGES, AskedPages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import SCALES, key_box_rows
 from jax_memeff.codegen.kernels.bases.families import (
@@ -18,7 +19,7 @@ from jax_memeff.codegen.kernels.bases.families import (
 )
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.sizes import Sizes, round_up
 from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
@@ -58,17 +59,37 @@ together.
 _COMBINE_BLOCKS_PER_SM = 6
 """CTAs of the combine kernel per SM, which loop over all rows. With 8 they spill."""
 
-SMALL_GROUP, SHORT_SEGMENT_KEYS, LONG_SEGMENT_KEYS = 16, 256, 1024
-"""Batch-invariant results have short segments if at most this many query heads share a key head,
-else long ones.
-
-A row tile takes 3300 cycles for 64 keys and 5500 to store 64 rows, but in a decode step a small
-group fills only a quarter of these rows. Hazard: the length must depend on nothing that differs
-between calls with the same token, because the bits depend on it.
+SMALL_GROUP = 16
+"""Batch-invariant results have other segments if at most this many query heads share a key head: in
+a decode step they fill a quarter of the rows of a tile, so segments cost less.
 """
 
-_WEIGHT_SUM_NUMBERS = 2
-"""``WeightSum`` of ffi/include/memeff/kernels/forward/segment_sum.cuh."""
+
+class Segments(NamedTuple):
+    """The segments of the keys of a batch-invariant call: ``KeySegments`` of
+    ffi/include/memeff/mask/key_segments.cuh.
+
+    A segment has ``keys`` keys if it begins before ``doubles_at``, else twice as many. Hazard: the
+    bits depend on the segments, so these must depend on nothing that differs between calls with the
+    same token.
+    """
+
+    keys: int
+    doubles_at: int
+
+    def count(self, keys: int) -> int:
+        """The number of segments of a sequence."""
+        short = min(keys, self.doubles_at)
+        return -(-short // self.keys) + -(-(keys - short) // (2 * self.keys))
+
+
+SMALL_GROUP_SEGMENTS, LARGE_GROUP_SEGMENTS = Segments(512, 32768), Segments(1024, 8192)
+"""docs/tuning/serving.md compares them with others."""
+
+_WARP_ROWS, _WEIGHT_NUMBERS = 16, 16
+"""The rows of a block of ``SegmentTile`` (ffi/include/memeff/kernels/forward/latent), and the
+numbers of its weights for each row.
+"""
 
 _MOST_BLOCKS = 144
 """One CTA for each SM of a full GH100."""
@@ -166,8 +187,10 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         if spec[PAGES].is_invariant:
             constants |= {
                 "kSmallGroup": SMALL_GROUP,
-                "kShortSegmentKeys": SHORT_SEGMENT_KEYS,
-                "kLongSegmentKeys": LONG_SEGMENT_KEYS,
+                "kSmallGroupSegmentKeys": SMALL_GROUP_SEGMENTS.keys,
+                "kSmallGroupDoublesAt": SMALL_GROUP_SEGMENTS.doubles_at,
+                "kLargeGroupSegmentKeys": LARGE_GROUP_SEGMENTS.keys,
+                "kLargeGroupDoublesAt": LARGE_GROUP_SEGMENTS.doubles_at,
             }
         return constants
 
@@ -175,32 +198,25 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
         """Each CTA of the main kernel's grid has two slots for partial results, and each row tile
-        records the slots that hold its parts.
+        records the slots that hold its parts. In a batch-invariant call a CTA has a slot for its
+        running sum, and there are others for segments. If these do not suffice, CTAs divide fewer
+        row tiles, which changes no bit.
         """
-        rows = spec.tile.query
+        rows, columns = spec.tile.query, spec.padded_value_dim
         packed, heads = sizes.queries * sizes.group, sizes.batch * sizes.key_heads
         tiles = heads * -(-packed // rows)
-        if spec[PAGES].is_invariant:
-            yield from _segment_workspaces(spec, sizes, tiles * rows)
-            return
         clusters = heads * -(-packed // (_CLUSTER * rows)) * -(-sizes.keys // spec.tile.key)
         blocks = min(_CLUSTER * clusters, max(multiprocessors, _MOST_BLOCKS))
-        slots = 2 * blocks * rows
-        yield Workspace("partial_logsumexp", (slots,))
-        yield Workspace("partial_out", (slots, spec.padded_value_dim))
         yield Workspace("tile_parts", (tiles, _TILE_PARTS_WORDS), "int32")
-
-
-def _segment_workspaces(spec: KernelSpec, sizes: Sizes, rows: int) -> Iterator[Workspace]:
-    """The results of each segment, whichever CTA computes it. If they do not fit, a CTA adds them
-    up in one sum for each of the ``rows`` of all row tiles.
-    """
-    outputs = rows * spec.padded_value_dim
-    length = SHORT_SEGMENT_KEYS if sizes.group <= SMALL_GROUP else LONG_SEGMENT_KEYS
-    segments = pages.segments(sizes.keys, length)
-    if strategy.segments_fit(segments, outputs):
-        yield Workspace("partial_logsumexp", (rows * segments,))
-        yield Workspace("partial_out", (rows * segments, spec.padded_value_dim))
-    else:
-        yield Workspace("partial_logsumexp", (rows, _CONSUMERS, _WEIGHT_SUM_NUMBERS))
-        yield Workspace("out_sum", (rows, spec.padded_value_dim))
+        if spec[PAGES].is_invariant:
+            of_group = SMALL_GROUP_SEGMENTS if sizes.group <= SMALL_GROUP else LARGE_GROUP_SEGMENTS
+            used = min(rows, round_up(packed, _WARP_ROWS))
+            outputs = used * (columns + _WEIGHT_NUMBERS)
+            # The first segment of a row tile is part of a running sum.
+            segments = tiles * max(of_group.count(sizes.keys) - 1, 0)
+            slots = blocks + min(segments, strategy.most_segments(outputs))
+            yield Workspace("partial_out", (slots, used, columns + _WEIGHT_NUMBERS))
+        else:
+            slots = 2 * blocks * rows
+            yield Workspace("partial_logsumexp", (slots,))
+            yield Workspace("partial_out", (slots, columns))

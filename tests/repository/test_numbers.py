@@ -85,12 +85,14 @@ STATED = [
     ("docs/architecture.md", r"absolute multiples of (\d+) and add up", [INVARIANT_COLUMNS]),
     (
         "docs/guide/serving.md",
-        r"has segments of (\d+) keys if at most (\d+) query heads share a key head\. "
-        r"Otherwise segments have (\d+) keys",
+        r"has segments of (\d+) keys if at most (\d+) query heads share a key head, and of twice "
+        r"as many from position ([\d,]+) on\. Otherwise segments have (\d+) keys, and twice "
+        r"as many from position (\d+) on",
         [
-            fmha_fwd_latent_sm90.SHORT_SEGMENT_KEYS,
+            fmha_fwd_latent_sm90.SMALL_GROUP_SEGMENTS.keys,
             fmha_fwd_latent_sm90.SMALL_GROUP,
-            fmha_fwd_latent_sm90.LONG_SEGMENT_KEYS,
+            fmha_fwd_latent_sm90.SMALL_GROUP_SEGMENTS.doubles_at,
+            *fmha_fwd_latent_sm90.LARGE_GROUP_SEGMENTS,
         ],
     ),
     ("docs/guide/serving.md", r"clips to ±(\d+), the largest", [append.LARGEST_FLOAT8]),

@@ -124,7 +124,8 @@ struct TileCounter {
 
 // The slots of the partial results of a row tile of a latent forward (schedule/balanced_keys.cuh).
 // A count of 1 means that there are none. CTA i has slots 2 i and 2 i + 1, for the last and for the
-// first KV blocks of a row tile.
+// first KV blocks of a row tile. In a batch-invariant call it has slot i for its running sum, and
+// the others are for segments.
 struct TileParts {
   int count;
   int first_slot;
@@ -147,13 +148,13 @@ struct ForwardParams {
   float* partial_logsumexp;   // [splits, B, heads of tiles, rows], see schedule/key_splits.cuh;
                               // latent calls: see schedule/balanced_keys.cuh
   float* partial_out;         // the same rows, [padded value dim] each
-  int splits;                 // of the keys; 1 means no partial results
+  int splits;                 // of the keys; 1 means no partial results; latent calls: the number
+                              // of slots in partial_out
   bool keeps_gaps;            // tokens of no sequence keep their results
   bool marks_empty;           // some query lengths are kNoGap
   TileCounter* tile_counter;  // of persistent kernels
   float* out_sum;             // large head dims: [B, N, padded T, padded Hv], in the order of
-                              // collective/chunked_product.cuh; batch-invariant latent calls: see
-                              // KeySegments of schedule/balanced_keys.cuh
+                              // collective/chunked_product.cuh
   float* score_sum;           // H > kLongSumColumns: a tile of scores for each tile of queries; see
                               // collective/long_sum.cuh
   BlockMask block_mask;

@@ -38,6 +38,10 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   LaunchDims dims;
   dims.splits = choose_splits(kernel, buffers);
   params.splits = static_cast<int>(dims.splits);
+  // The latent forward divides the keys itself, and needs the number of slots.
+  if (buffers.has("tile_parts")) {
+    params.splits = static_cast<int>(buffers.type("partial_out")->sizes[0]);
+  }
   return launch_all(call, kernel, buffers, dims, &params, &params.block_mask, &params.table,
                     stream);
 }

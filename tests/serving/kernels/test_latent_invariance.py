@@ -48,16 +48,16 @@ class Sequence:
         part = max(2, self.tokens // 3)
         return [
             Call(self, self.tokens),
-            Call(self, self.tokens, is_divided=False, multiprocessors=3),
+            Call(self, self.tokens, slots=0, multiprocessors=3),
             Call(self, 1),
             Call(self, 1, multiprocessors=1, page_size=64),
-            Call(self, 1, is_divided=False, others=((90, 1), (0, 1))),
+            Call(self, 1, slots=0, others=((90, 1), (0, 1))),
+            # There are slots for some of the sequences.
+            Call(self, 1, slots=3, others=((700, 1), (1490, 2), (2600, 0)), multiprocessors=9),
             # The tiles of a step are in a batch whose longest sequence has more queries and keys.
             Call(self, 1, others=((self.length + 700, part), (5, 5)), multiprocessors=12),
             Call(self, part, others=((130, 0), (self.length + 700, 1)), multiprocessors=7),
-            Call(
-                self, part, is_divided=False, others=((200, 2),), multiprocessors=20, page_size=48
-            ),
+            Call(self, part, slots=0, others=((200, 2),), multiprocessors=20, page_size=48),
         ]
 
 
@@ -65,13 +65,13 @@ class Sequence:
 class Call:
     """A call that computes the last ``count`` tokens of a sequence.
 
-    ``others`` are the lengths and numbers of queries of other sequences. ``is_divided`` is whether
-    there is memory for the result of each segment.
+    ``others`` are the lengths and numbers of queries of other sequences. There is memory for
+    ``slots`` results of segments, at most.
     """
 
     sequence: Sequence
     count: int
-    is_divided: bool = True
+    slots: int = 1000
     others: tuple[tuple[int, int], ...] = ()
     multiprocessors: int = 6
     page_size: int = 16
@@ -122,8 +122,7 @@ class Call:
                 **self.sequence.arguments(),
             )
 
-        most = strategy._MOST_SEGMENT_BYTES if self.is_divided else 0
-        with mock.patch.object(strategy, "_MOST_SEGMENT_BYTES", most):
+        with mock.patch.object(strategy, "most_segments", lambda _: self.slots):
             return attention.lower(*self.arrays())
 
     def rows(self, lowered: jax.stages.Lowered) -> tuple[np.ndarray, np.ndarray]:
@@ -152,10 +151,10 @@ def emulated(call: Call) -> tuple[np.ndarray, np.ndarray]:
 
 SEQUENCES = [
     Sequence(150),
-    # A segment of 256 keys ends at the last key, before it, and after it.
-    Sequence(512),
-    Sequence(513, features=("is_causal", "sinks")),
-    Sequence(767, features=()),
+    # A segment of 512 keys ends at the last key, before it, and after it.
+    Sequence(1024),
+    Sequence(1025, features=("is_causal", "sinks")),
+    Sequence(1535, features=()),
     # The first KV block of a window and its last one belong to different consumers, and windows of
     # the tokens of a tile begin in different segments.
     Sequence(830, features=("is_causal", "local_window_size", "sinks")),
@@ -165,6 +164,9 @@ SEQUENCES = [
     # Segments of 1024 keys, and row tiles that share their keys.
     Sequence(1500, heads=128, tokens=5),
     Sequence(1030, heads=64, tokens=6, features=("is_causal", "local_window_size")),
+    # Large groups have segments of 2048 keys from 8192 on.
+    Sequence(8192, heads=24, tokens=2),
+    Sequence(10300, heads=24, tokens=2),
 ]
 
 

@@ -15,6 +15,10 @@ from paged_case import Case, assert_matches
 
 from jax_memeff.codegen import strategy
 from jax_memeff.codegen.features import AskedPages
+from jax_memeff.codegen.kernels.fmha_fwd_latent_sm90 import (
+    LARGE_GROUP_SEGMENTS,
+    SMALL_GROUP_SEGMENTS,
+)
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.select import explain, select
 from jax_memeff.codegen.sizes import Sizes
@@ -248,34 +252,48 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize(
-    ("batch", "queries", "keys", "heads", "segments"),
+    ("batch", "queries", "keys", "heads", "rows", "slots"),
     [
-        # Short segments up to 16 heads, and long ones for more.
-        (32, 1, 4096, 16, 16),
-        (32, 1, 4096, 17, 4),
-        (64, 1, 4096, 128, 4),
-        (1, 1, 2**18, 16, 1024),
+        # Short segments and 16 rows up to 16 heads, and long segments for more. The first segment
+        # of a row tile has no slot.
+        (32, 1, 4096, 16, 16, 32 * 7),
+        (32, 1, 4096, 17, 32, 32 * 3),
+        (64, 1, 4096, 128, 64, 128 * 3),
+        (64, 2, 4096, 16, 32, 64 * 7),
+        (8, 1, 512, 128, 64, 0),
+        # Their lengths double at 32,768 and at 8192 keys.
+        (1, 1, 2**18, 16, 16, 64 + 224 - 1),
+        (1, 1, 2**15 + 1025, 16, 16, 64 + 2 - 1),
+        (1, 1, 2**14 + 1, 128, 64, 2 * (8 + 5 - 1)),
         # The last segment has one key.
-        (32, 1, 1025, 128, 2),
-        # More than 1024 segments of 64 rows.
-        (128, 1, 8192, 16, None),
-        (128, 1, 8192, 128, None),
-        (1, 5, 2**18 - 255, 16, None),
-        (2**16, 2**10, 2**28, 128, None),
+        (32, 1, 1025, 128, 64, 64),
+        # There is memory for fewer.
+        (512, 1, 8192, 16, 16, 128 * MIB // (16 * 528 * 4)),
+        (128, 1, 8192, 128, 64, 128 * MIB // (64 * 528 * 4)),
+        (2**16, 2**10, 2**28, 128, 64, 128 * MIB // (64 * 528 * 4)),
     ],
 )
-def test_memory_of_segments(batch, queries, keys, heads, segments):
-    """Each segment has a slot for its result if all of them fit, else a row tile has one."""
+def test_memory_of_segments(batch, queries, keys, heads, rows, slots):
+    """Each CTA has a running sum, and the segments after the first of a row tile have slots, as
+    many as fit in the memory.
+    """
     spec = select(latent(pages=INVARIANT_PAGES))
     sizes = Sizes(batch=batch, queries=queries, keys=keys, heads=heads, key_heads=1)
     found = {it.name: it.shape for it in spec.kernel.workspaces(spec, sizes, 132)}
-    rows = batch * -(-queries * heads // 64) * 64
-    if segments is None:
-        assert found == {"partial_logsumexp": (rows, 2, 2), "out_sum": (rows, 512)}
-        return
-    rows *= segments
-    assert found == {"partial_logsumexp": (rows,), "partial_out": (rows, 512)}
-    assert rows * 512 * 4 <= 128 * MIB
+    packed = queries * heads
+    ctas = min(144, 2 * batch * -(-packed // 128) * -(-keys // 64))
+    tiles = batch * -(-packed // 64)
+    assert found == {"partial_out": (ctas + slots, rows, 512 + 16), "tile_parts": (tiles, 4)}
+
+
+@pytest.mark.parametrize("segments", [SMALL_GROUP_SEGMENTS, LARGE_GROUP_SEGMENTS], ids=str)
+def test_segments_are_counted(segments):
+    """A sequence has a segment for each position at which one begins."""
+    short, twice = segments.doubles_at, 2 * segments.keys
+    begins = [*range(0, short, segments.keys), *range(short, 4 * short, twice)]
+    for keys in {0, 1, short, *(begin + near for begin in begins for near in (-1, 0, 1))}:
+        if keys >= 0:
+            assert segments.count(keys) == sum(begin < keys for begin in begins)
 
 
 def test_other_values_are_not_latent():

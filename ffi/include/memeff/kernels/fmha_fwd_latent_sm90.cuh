@@ -70,7 +70,7 @@ struct FmhaForwardLatentSm90 {
   using Exchange = SoftmaxExchange<ScoreGrid, Softmax>;
   using Schedule = BalancedKeys<Config, Mask>;
   using Output = cute::conditional_t<Schedule::kKeySegments,
-                                     LatentSegmentOutputSm90<Config, OutGrid, Softmax, Schedule>,
+                                     LatentSegmentOutputSm90<Config, OutGrid, Softmax>,
                                      LatentOutputSm90<Config, OutGrid, Softmax>>;
   using Queries = LatentQueriesSm90<Config, FmhaForwardLatentSm90>;
 

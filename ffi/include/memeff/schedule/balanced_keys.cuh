@@ -12,15 +12,17 @@
 // is cut into parts, whose results are partial: a group has at most two, at the ends of its
 // stretch.
 //
-// Batch-invariant calls sum the keys of a row tile in segments that begin at absolute multiples of
-// their length, so the bits do not depend on the cuts. Each segment is a part of its own. If all of
-// them have slots, the cuts of the line are rounded to segments. Otherwise the group in whose
-// stretch an item begins computes all of it, and adds up the segments of a row tile in one slot.
+// Batch-invariant calls sum the keys of a row tile in segments that begin at absolute positions
+// (mask/key_segments.cuh), so the bits do not depend on the cuts, which are rounded to
+// segments. The group that has the first keys of an item adds up its segments in a running sum.
+// Other parts of an item have a slot for each segment. If the slots do not suffice for an item, it
+// is not cut.
 #pragma once
 
 #include <memeff/core/common.cuh>
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/mask/interval.cuh>
+#include <memeff/mask/key_segments.cuh>
 
 namespace memeff {
 
@@ -31,46 +33,22 @@ struct KeyPart {
   int tile;   // of kTileQuery packed rows
   int begin;  // KV blocks
   int end;
-  int slot;  // of the partial results, or -1 if the part is the whole row tile, or
-             // KeySegments::slot()
+  int slot;  // of the partial results, or -1 if the part is the whole row tile, or the bits of a
+             // SegmentResult
 };
 
-// The segments of the keys of a batch-invariant call, and where their results are. Hazard: the
-// length of a segment must not depend on anything that differs between calls with the same token,
-// so it depends on the group only. Storing a segment takes longer if the tile has more valid rows.
-template <class Config>
-struct KeySegments {
-  static_assert(Config::kShortSegmentKeys % (2 * Config::kTileKey) == 0);
-  static_assert(Config::kLongSegmentKeys % (2 * Config::kTileKey) == 0);
+// Where the result of a segment goes. A CTA that computes a row tile from its first key on adds up
+// the segments, in order, in its running sum. Other segments have slots, which the combine kernel
+// adds to that sum.
+struct SegmentResult {
+  int slot;        // -1: the running sum
+  bool ends;       // the running sum is complete, and it is the whole row tile
+  bool continues;  // the part before it belongs to the same row tile
 
-  ForwardParams const& params;
-
-  CUTE_DEVICE int keys() const {
-    return params.shape.group <= Config::kSmallGroup ? Config::kShortSegmentKeys
-                                                     : Config::kLongSegmentKeys;
+  CUTE_DEVICE static SegmentResult of(KeyPart const& part) {
+    return {part.slot / 4 - 1, part.slot % 4 / 2 != 0, part.slot % 2 != 0};
   }
-  CUTE_DEVICE int blocks() const { return keys() / Config::kTileKey; }
-
-  // Whether CTAs may divide the segments of a row tile, because each has a slot.
-  CUTE_DEVICE bool divided() const { return params.out_sum == nullptr; }
-
-  // The slot of a part encodes the number of its segment, and whether the part before it belongs to
-  // the same row tile.
-  CUTE_DEVICE static int slot(int segment, bool continues) { return 2 * segment + continues; }
-  CUTE_DEVICE static int segment(KeyPart const& part) { return part.slot / 2; }
-  CUTE_DEVICE static bool continues(KeyPart const& part) { return part.slot % 2 != 0; }
-
-  // The first row of partial results of a segment of the row tile with index `tile`.
-  CUTE_DEVICE long long partial_row(int tile, int segment) const {
-    long long const count = ceil_div(params.shape.key_length, keys());
-    return (tile * count + segment) * Config::kTileQuery;
-  }
-
-  // The maximum and the weight of a row in the sum of its segments. Each consumer has its own,
-  // because it must not change those that the other one has yet to read.
-  CUTE_DEVICE float2& weights(long long row, int consumer) const {
-    return reinterpret_cast<float2*>(params.partial_logsumexp)[2 * row + consumer];
-  }
+  CUTE_DEVICE int bits() const { return 4 * (slot + 1) + 2 * ends + continues; }
 };
 
 // The schedule of a latent forward. The producer warp of the kernel iterates over the parts of its
@@ -127,15 +105,21 @@ class BalancedKeys {
     long long const end = quotient(total * (group + 1), groups);
     int const lane = int(threadIdx.x) % kWarpSize;
     long long before = 0;
+    int slots = 0;
     for (int first = 0; first < items() && before < end; first = next_round(first)) {
       Item const item = this->item(first + lane, cta);
       int const sum = sum_of_lanes(item.units());  // up to this lane
       long long const first_block = before + sum - item.range_size();
-      int const part_begin = cut(item, begin - first_block);
-      int const part_end = cut(item, end - first_block);
+      int part_begin = cut(item, begin - first_block);
+      int part_end = cut(item, end - first_block);
       bool const whole = part_end - part_begin == item.range_size();
       KeyPart part = item.part;
       part.slot = whole ? -1 : part_begin == 0 ? 2 * cta + 1 : 2 * cta;
+      TileParts parts;
+      if constexpr (kKeySegments) {
+        parts = segment_parts(item, first_block, total, groups, cta, slots, part_begin, part_end,
+                              part.slot);
+      }
       part.begin += part_begin;
       part.end = item.part.begin + part_end;
       bool const is_own = part_begin < part_end && item.has_rows;
@@ -151,17 +135,22 @@ class BalancedKeys {
                          __shfl_sync(0xffffffffu, part.slot, source)},
                  use);
       }
-      if (!kKeySegments && is_own && part_begin == 0) {
-        long long const last = (first_block + item.range_size()) * groups - 1;
-        params_.tile_parts[index(params_.shape, part.batch, part.head, part.tile)] = {
-            int(quotient(last, total)) - group + 1, 2 * cta + 1, 2 * (cta + together_),
-            2 * together_};
+      if (is_own && part_begin == 0) {
+        if constexpr (!kKeySegments) {
+          long long const last = (first_block + item.range_size()) * groups - 1;
+          parts = {int(quotient(last, total)) - group + 1, 2 * cta + 1, 2 * (cta + together_),
+                   2 * together_};
+        }
+        params_.tile_parts[index(params_.shape, part.batch, part.head, part.tile)] = parts;
       }
       before += __shfl_sync(0xffffffffu, sum, kWarpSize - 1);
     }
   }
 
  private:
+  static constexpr int kMostSlots = 1 << 28;  // more than any call has
+  static constexpr int kWhole = -2;           // instead of a slot: the part is a whole item
+
   // The row tile of this CTA in an item.
   struct Item {
     KeyPart part;   // all KV blocks of the CTA's row tile
@@ -200,27 +189,68 @@ class BalancedKeys {
     int const size = item.range_size();
     int const at = int(clamp(block, size));
     if constexpr (kKeySegments) {
-      KeySegments<Config> const segments = {params_};
-      if (!segments.divided()) return block > -kItemCost ? size : 0;
       if (at == 0 || at == size) return at;
-      int const length = segments.blocks();
-      int const nearest = (item.part.begin + at + length / 2) / length * length;
-      return int(clamp(nearest - item.part.begin, size));
+      TileRange const near = segment(item, at);
+      return 2 * at < near.begin + near.end ? near.begin : near.end;
     }
     return at;
+  }
+
+  // The blocks of the segment with block `at` of an item, both relative to its first block.
+  CUTE_DEVICE TileRange segment(Item const& item, int at) const {
+    KeySegments<Config> const segments = {params_.shape};
+    int const index = segments.index(item.part.begin + at);
+    return {max(segments.begin(index) - item.part.begin, 0),
+            min(segments.begin(index + 1) - item.part.begin, item.range_size())};
+  }
+
+  // Gives slots to the segments of the items of all lanes, after the first `slots`, which are in
+  // use, and returns the parts of this lane's item. The part [part_begin, part_end) of this CTA
+  // changes if the item is not cut. `slot` becomes that of its first segment, or if it begins the
+  // item, -1 or kWhole.
+  CUTE_DEVICE TileParts segment_parts(Item const& item, long long first_block, long long total,
+                                      int groups, int cta, int& slots, int& part_begin,
+                                      int& part_end, int& slot) const {
+    KeySegments<Config> const segments = {params_.shape};
+    int const size = item.range_size();
+    // The first cut of the line that is rounded to the end of the first segment, or farther.
+    long long const half = ceil_div(segment(item, 0).end, 2);
+    int const next_group =
+        int(min(quotient((first_block + half) * groups + total - 1, total), (long long)groups));
+    int const first_cut = cut(item, quotient(total * next_group, groups) - first_block);
+    int const first = item.part.begin + first_cut;
+    int count = segments.count(first, item.part.end);
+    int const sum = sum_of_lanes(count);
+    int const ctas = int(gridDim.x);
+    // Hazard: the launcher has the number of slots, and each CTA's running sum takes one of them.
+    bool const fits = (long long)(slots + sum) * together_ <= params_.splits - ctas;
+    int const own = ctas + (slots + sum - count) * together_ + cta % together_;
+    // Hazard: all segments of a call may be more than an int can count.
+    slots = min(slots + __shfl_sync(0xffffffffu, sum, kWarpSize - 1), kMostSlots);
+    if (count > 0 && !fits) {
+      count = 0;
+      part_begin = 0;
+      part_end = next_group - 1 == cta / together_ ? size : 0;
+    }
+    slot = own + segments.count(first, item.part.begin + part_begin) * together_;
+    if (part_begin == 0) slot = part_end == size ? kWhole : -1;
+    return {1 + count, cta, own, together_};
   }
 
   // Calls use() for a part, or for each of its segments.
   template <class Use>
   CUTE_DEVICE void hand_out(KeyPart const& part, Use use) const {
     if constexpr (kKeySegments) {
-      int const length = KeySegments<Config>{params_}.blocks();
+      KeySegments<Config> const segments = {params_.shape};
+      int slot = max(part.slot, -1);
       CUTE_NO_UNROLL
-      for (int begin = part.begin; begin < part.end;) {
-        int const end = min((begin / length + 1) * length, part.end);
-        use(KeyPart{part.batch, part.head, part.tile, begin, end,
-                    KeySegments<Config>::slot(begin / length, begin != part.begin)});
-        begin = end;
+      for (int index = segments.index(part.begin); segments.begin(index) < part.end; ++index) {
+        int const begin = max(segments.begin(index), part.begin);
+        int const end = min(segments.begin(index + 1), part.end);
+        SegmentResult const result = {slot, part.slot == kWhole && end == part.end,
+                                      begin != part.begin};
+        use(KeyPart{part.batch, part.head, part.tile, begin, end, result.bits()});
+        if (slot >= 0) slot += together_;
       }
     } else {
       use(part);

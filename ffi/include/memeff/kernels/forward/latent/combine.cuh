@@ -1,11 +1,11 @@
 // Runs after kernels/fmha_fwd_latent_sm90.cuh: adds up the partial results of row tiles whose KV
-// blocks several CTAs have divided, and writes the rows without keys. In batch-invariant calls it
-// adds up the segments of all rows.
+// blocks several CTAs have divided, and writes the rows without keys.
 #pragma once
 
 #include <memeff/core/math.cuh>
 #include <memeff/core/vector.cuh>
 #include <memeff/kernels/forward/combine.cuh>
+#include <memeff/kernels/forward/latent/segment_tile.cuh>
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
@@ -45,11 +45,7 @@ struct FmhaForwardLatentCombine {
       } else {
         int const batch = head_batch / shape.key_heads;
         int const head = head_batch % shape.key_heads;
-        if constexpr (Schedule::kKeySegments) {
-          combine_segments(params, mask, batch, head, row);
-        } else {
-          combine(params, mask, batch, head, row);
-        }
+        combine(params, mask, batch, head, row);
       }
       block = next;
     }
@@ -73,7 +69,11 @@ struct FmhaForwardLatentCombine {
       CUTE_NO_UNROLL
       for (int part = 0; part < parts.count; ++part) {
         int const slot = part == 0 ? parts.first_slot : parts.second_slot + (part - 1) * parts.step;
-        add(params, (long long)slot * kTileQuery + row % kTileQuery, sums);
+        if constexpr (Schedule::kKeySegments) {
+          add_segment(params, slot, row % kTileQuery, part == 0, sums);
+        } else {
+          add(params, (long long)slot * kTileQuery + row % kTileQuery, sums);
+        }
       }
     }
     CUTE_UNROLL
@@ -83,42 +83,6 @@ struct FmhaForwardLatentCombine {
       // packed sequence belong to the next one.
       bool const exists = !Config::kVarlen && row + r < mask.rows.count(shape.query_length);
       if (valid ? parts.count != 1 : exists) store(params, batch, head, row + r, valid, sums[r]);
-    }
-  }
-
-  // As above for a batch-invariant call: adds the segments in ascending order, or finishes their
-  // sums. The main kernel has computed all KV blocks of the row tile and perhaps more, but segments
-  // beyond these blocks are masked and change no bit.
-  CUTE_DEVICE static void combine_segments(ForwardParams const& params, Mask const& mask, int batch,
-                                           int head, int row) {
-    ProblemShape const& shape = params.shape;
-    KeySegments<Config> const segments = {params};
-    int const index = Schedule::index(shape, batch, head, row / kTileQuery);
-    int const tile_row = row % kTileQuery;
-    TileRange const keys = mask.key_tiles(row - tile_row, kTileQuery, Config::kTileKey);
-    Sum sums[kRows];
-    CUTE_UNROLL
-    for (Sum& sum : sums) sum = Sum::empty();
-    if (segments.divided()) {
-      int const blocks = segments.blocks();
-      CUTE_NO_UNROLL
-      for (int segment = keys.begin / blocks; segment * blocks < keys.end; ++segment) {
-        add(params, segments.partial_row(index, segment) + tile_row, sums);
-      }
-    } else if (keys.begin < keys.end) {
-      long long const first = (long long)index * kTileQuery + tile_row;
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        sums[r].out.load(params.out_sum + (first + r) * Config::kValueDim + 4 * int(threadIdx.x));
-        float2 const weights = segments.weights(first + r, 0);
-        sums[r].weights = {weights.x, weights.y};
-      }
-    }
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      // Hazard: the rows after a packed sequence belong to the next one.
-      static_assert(Config::kVarlen);
-      if (row + r < mask.query_length) store(params, batch, head, row + r, true, sums[r]);
     }
   }
 
@@ -137,6 +101,31 @@ struct FmhaForwardLatentCombine {
     for (int r = 0; r < kRows; ++r) sums[r].add(outputs[r], logsumexps[r], 1.0f);
   }
 
+  // As above for the running sum of a batch-invariant call, which comes `first`, or for a segment.
+  // The rows have the same place in lanes that are four apart.
+  CUTE_DEVICE static void add_segment(ForwardParams const& params, int slot, int tile_row,
+                                      bool first, Sum (&sums)[kRows]) {
+    static_assert(kRows == kWarpSize / 4);
+    using Tile = SegmentTile<Config>;
+    Tile const tile(params, slot, tile_row / Tile::kWarpRows);
+    int const half = tile_row / kRows % 2;
+    Sum others[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float2 const weights = reinterpret_cast<float2 const*>(&tile.weights(0, 4 * r))[half];
+      others[r].weights = {weights.x, weights.y};
+      others[r].out.load(&tile.columns(half, int(threadIdx.x) / 4, 4 * r + int(threadIdx.x) % 4).x);
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      if (first) {
+        sums[r] = others[r];
+      } else {
+        sums[r].add(others[r].out, others[r].weights.maximum, others[r].weights.weight);
+      }
+    }
+  }
+
   CUTE_DEVICE static void store(ForwardParams const& params, int batch, int key_head, int row,
                                 bool valid, Sum const& sum) {
     ProblemShape const& shape = params.shape;
@@ -149,10 +138,25 @@ struct FmhaForwardLatentCombine {
     if (threadIdx.x == 0) {
       params.logsumexp[logsumexp_offset<Config>(shape, origin, head) + query] = end.logsumexp;
     }
-    int const column = 4 * int(threadIdx.x);
-    if (column >= shape.value_dim) return;
-    char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
-    sum.out.template store<Element>(out + column * sizeof(Element), end.factor);
+    if constexpr (Schedule::kKeySegments) {
+      char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
+      store_pairs(out, shape.value_dim, sum, end.factor);
+    } else {
+      int const column = 4 * int(threadIdx.x);
+      if (column >= shape.value_dim) return;
+      char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
+      sum.out.template store<Element>(out + column * sizeof(Element), end.factor);
+    }
+  }
+
+  // Stores the columns of a thread in a SegmentTile; `row` is their row of the result.
+  CUTE_DEVICE static void store_pairs(char* row, int columns, Sum const& sum, float factor) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int const column = (int(threadIdx.x) / 4 * 2 + i) * 8 + int(threadIdx.x) % 4 * 2;
+      OutputColumns<2> const pair = {{sum.out.values[2 * i], sum.out.values[2 * i + 1]}};
+      if (column < columns) pair.template store<Element>(row + column * sizeof(Element), factor);
+    }
   }
 
   // Clears this CTA's part of the query rows that belong to no sequence. Each lane of a warp checks

@@ -129,7 +129,7 @@ struct LatentConsumerSm90 {
   // Whether the queries of a part are in shared memory, because the part before it had the same.
   CUTE_DEVICE static bool has_queries(KeyPart const& part) {
     if constexpr (kKeySegments) {
-      return KeySegments<Config>::continues(part);
+      return SegmentResult::of(part).continues;
     } else {
       return false;
     }

@@ -37,7 +37,6 @@ struct LatentOutputSm90 {
     }
   }
 
- private:
   // Stores the finished output and logsumexps of a part that is a whole row tile.
   template <class Accumulators>
   CUTE_DEVICE static void store(ForwardParams const& params, KeyPart const& part, int query_length,
@@ -62,6 +61,7 @@ struct LatentOutputSm90 {
     }
   }
 
+ private:
   // Stores all rows, valid or not, so the combine kernel need not distinguish them.
   template <class Accumulators>
   CUTE_DEVICE static void store_partial(ForwardParams const& params, int slot, int warpgroup,

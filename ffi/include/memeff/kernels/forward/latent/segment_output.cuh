@@ -1,10 +1,11 @@
 // Writes the output of a segment (KeySegments) of a batch-invariant call in
-// kernels/fmha_fwd_latent_sm90.cuh. kernels/forward/latent/combine.cuh finishes the rows.
+// kernels/fmha_fwd_latent_sm90.cuh.
 #pragma once
 
-#include <memeff/arch/copy.cuh>
 #include <memeff/arch/thread.cuh>
 #include <memeff/core/warp_grid.cuh>
+#include <memeff/kernels/forward/latent/output.cuh>
+#include <memeff/kernels/forward/latent/segment_tile.cuh>
 #include <memeff/kernels/forward/segment_sum.cuh>
 #include <memeff/layout/packed_rows.cuh>
 #include <memeff/schedule/balanced_keys.cuh>
@@ -13,91 +14,135 @@
 namespace memeff {
 
 // A consumer calls write() after the last KV block of a segment, which is then normalized by
-// itself. Segments either have slots of their own, or are added to the sum of their row tile with
-// the arithmetic of the combine kernel. A CTA has all segments of such a row tile, in ascending
-// order.
-template <class Config, class Grid, class Softmax, class Schedule>
+// itself. It is stored in a slot, or added to the running sum with the arithmetic of the combine
+// kernel. Each thread reads the part of the sum that it has written itself, and the last segment of
+// a row tile finishes the rows.
+template <class Config, class Grid, class Softmax>
 struct LatentSegmentOutputSm90 {
+  using Tile = SegmentTile<Config>;
   static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kRows = Softmax::kRows;
 
-  // Rows beyond the sequence are not written, because the combine kernel does not use them.
   template <class Accumulators>
   CUTE_DEVICE static void write(ForwardParams const& params, KeyPart const& part, int query_length,
                                 int warpgroup, int first_column, Softmax& softmax,
                                 Accumulators& output) {
     int const row = part.tile * kTileQuery;
-    // The combine kernel finishes the rows, so none of them is valid here.
-    RowsOfTile<true> const rows(params.shape, part.batch, part.head, row, 0);
+    // The rows are finished when all segments are added up, so none of them is valid here.
+    RowsOfTile<true> const none(params.shape, part.batch, part.head, row, 0);
     softmax.finish(output, params.scale.softmax_scale, 1.0f,
-                   LaneRowModifiers<Config, Grid>(params, rows));
-    KeySegments<Config> const segments = {params};
-    int const tile = Schedule::index(params.shape, part.batch, part.head, part.tile);
-    long long const slot = segments.divided() ? segments.partial_row(tile, segments.segment(part))
-                                              : (long long)tile * kTileQuery;
+                   LaneRowModifiers<Config, Grid>(params, none));
+    SegmentResult const result = SegmentResult::of(part);
     // Read anew, because the main loop of a window has no registers for rows and addresses.
-    unsigned const thread = thread_index();
+    int const thread = int(thread_index()) % kWarpgroupSize;
+    int const warp = thread / kWarpSize;
+    int const lane = thread % kWarpSize;
+    if (row + warp * Tile::kWarpRows >= query_length) return;  // no row of this warp exists
+    WeightSum sums[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
-      int const tile_row = Grid::element_row(2 * r, 0, thread);
-      bool const valid = row + tile_row < query_length;
-      long long const own = slot + tile_row;
-      long long const column = first_column + Grid::element_column(0, 0, thread);
-      float const logsumexp = softmax.softmax_reference[r];
-      if (segments.divided()) {
-        store_global_if(valid && warpgroup == 0 && thread % 4 == 0, params.partial_logsumexp + own,
-                        logsumexp);
-        if (valid) store(params.partial_out + own * Config::kValueDim + column, r, output);
-      } else {
-        float2& weights = segments.weights(own, warpgroup);
-        WeightSum sum = WeightSum::empty();
-        if (valid && segments.continues(part)) sum = {weights.x, weights.y};
-        SumFactors const factors = sum.add(logsumexp, 1.0f);
-        __syncwarp();  // hazard: the lanes of a row have read the weights that the first replaces
-        if (valid && thread % 4 == 0) weights = make_float2(sum.maximum, sum.weight);
-        float* const out = params.out_sum + own * Config::kValueDim + column;
-        if (valid) add(out, r, segments.continues(part), factors, output);
+    for (int r = 0; r < kRows; ++r) sums[r] = {softmax.softmax_reference[r], 1.0f};
+    int const slot = result.slot < 0 ? int(block_index()) : result.slot;
+    Tile const tile(params, slot, warp);
+    if (result.slot < 0) {
+      add(tile, result.continues, warpgroup, lane, softmax, sums, output);
+      if (result.ends) {
+        finish(params, part, query_length, warpgroup, first_column, sums, softmax, output);
+        return;
       }
     }
+    store(tile, warpgroup, lane, sums, output);
   }
 
  private:
-  // Blocks of eight columns whose sums are loaded together: ptxas does not move a load before a
-  // store.
-  static constexpr int kTogether = 16;
+  static constexpr int kPairs = Tile::kPairs / 2;  // of one consumer
+  static constexpr int kTogether = 8;  // loads in flight; there are no registers for more
 
-  // Stores row r of the accumulators; `out` is the first element of this lane.
+  // Adds the running sum to the output, which becomes the new one.
   template <class Accumulators>
-  CUTE_DEVICE static void store(float* out, int r, Accumulators const& output) {
-    CUTE_UNROLL
-    for (int n = 0; n < cute::size<2>(output); ++n) {
-      at(out, n) = make_float2(output(2 * r, 0, n), output(2 * r + 1, 0, n));
+  CUTE_DEVICE static void add(Tile const& tile, bool continues, int warpgroup, int lane,
+                              Softmax const& softmax, WeightSum (&sums)[kRows],
+                              Accumulators& output) {
+    static_assert(kRows == 2 && decltype(cute::size<2>(output))::value == 2 * kPairs);
+    sums[0] = sums[1] = WeightSum::empty();
+    if (continues) {
+      float4 const weights = tile.weights(warpgroup, lane);
+      sums[0] = {weights.x, weights.y};
+      sums[1] = {weights.z, weights.w};
     }
-  }
-
-  // Adds row r of the accumulators to a sum, which is 0 if the row tile begins.
-  template <class Accumulators>
-  CUTE_DEVICE static void add(float* out, int r, bool continues, SumFactors const& factors,
-                              Accumulators const& output) {
-    constexpr int kBlocks = decltype(cute::size<2>(output))::value;
-    static_assert(kBlocks % kTogether == 0);
     CUTE_UNROLL
-    for (int first = 0; first < kBlocks; first += kTogether) {
-      float2 sums[kTogether];
-      CUTE_UNROLL
-      for (int i = 0; i < kTogether; ++i) {
-        sums[i] = continues ? at(out, first + i) : make_float2(0.0f, 0.0f);
-      }
-      CUTE_UNROLL
-      for (int i = 0; i < kTogether; ++i) {
-        at(out, first + i) = make_float2(factors.add(sums[i].x, output(2 * r, 0, first + i)),
-                                         factors.add(sums[i].y, output(2 * r + 1, 0, first + i)));
+    for (int r = 0; r < kRows; ++r) {
+      SumFactors const factors = sums[r].add(softmax.softmax_reference[r], 1.0f);
+      if (continues) {
+        add_row(&tile.columns(r, warpgroup * kPairs, lane), r, factors, output);
+      } else {
+        CUTE_UNROLL
+        for (int n = 0; n < 2 * kPairs; ++n) {
+          output(2 * r, 0, n) = factors.add(0.0f, output(2 * r, 0, n));
+          output(2 * r + 1, 0, n) = factors.add(0.0f, output(2 * r + 1, 0, n));
+        }
       }
     }
   }
 
-  // The pair of a lane in block n of eight columns.
-  CUTE_DEVICE static float2& at(float* out, int n) {
-    return *reinterpret_cast<float2*>(out + 8 * n);
+  // Adds row r of the running sum; `sums` points to the first vector of this lane.
+  template <class Accumulators>
+  CUTE_DEVICE static void add_row(float4 const* sums, int r, SumFactors const& factors,
+                                  Accumulators& output) {
+    CUTE_UNROLL
+    for (int begin = 0; begin < kPairs; begin += kTogether) {
+      float4 columns[kTogether];
+      CUTE_UNROLL
+      for (int i = 0; i < kTogether; ++i) columns[i] = sums[(begin + i) * kWarpSize];
+      // Hazard: without it ptxas starts the loads of all rows, and spills.
+      asm volatile("" ::: "memory");
+      CUTE_UNROLL
+      for (int i = 0; i < kTogether; ++i) {
+        int const n = 2 * (begin + i);
+        auto const add_to = [&](float& x, float sum) { x = factors.add(sum, x); };
+        add_to(output(2 * r, 0, n), columns[i].x);
+        add_to(output(2 * r + 1, 0, n), columns[i].y);
+        add_to(output(2 * r, 0, n + 1), columns[i].z);
+        add_to(output(2 * r + 1, 0, n + 1), columns[i].w);
+      }
+    }
+  }
+
+  template <class Accumulators>
+  CUTE_DEVICE static void store(Tile const& tile, int warpgroup, int lane,
+                                WeightSum const (&sums)[kRows], Accumulators const& output) {
+    tile.weights(warpgroup, lane) =
+        make_float4(sums[0].maximum, sums[0].weight, sums[1].maximum, sums[1].weight);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int pair = 0; pair < kPairs; ++pair) {
+        tile.columns(r, warpgroup * kPairs + pair, lane) =
+            make_float4(output(2 * r, 0, 2 * pair), output(2 * r + 1, 0, 2 * pair),
+                        output(2 * r, 0, 2 * pair + 1), output(2 * r + 1, 0, 2 * pair + 1));
+      }
+    }
+  }
+
+  // Finishes the rows as the combine kernel does, and stores them.
+  template <class Accumulators>
+  CUTE_DEVICE static void finish(ForwardParams const& params, KeyPart const& part, int query_length,
+                                 int warpgroup, int first_column, WeightSum const (&sums)[kRows],
+                                 Softmax& softmax, Accumulators& output) {
+    RowsOfTile<true> const rows(params.shape, part.batch, part.head, part.tile * kTileQuery,
+                                query_length);
+    LaneRowModifiers<Config, Grid> const modifiers(params, rows);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      RowEnd const end = modifiers.finish(r, sums[r].end());
+      softmax.softmax_reference[r] = end.logsumexp;
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<2>(output); ++n) {
+        output(2 * r, 0, n) *= end.factor;
+        output(2 * r + 1, 0, n) *= end.factor;
+      }
+    }
+    LatentOutputSm90<Config, Grid, Softmax>::store(params, part, query_length, warpgroup,
+                                                   first_column, softmax, output);
   }
 };
 
