@@ -50,17 +50,21 @@ struct PageTable<Config, true> {
     entries = static_cast<int const*>(table.data) + batch * table.sizes[1];
   }
 
-  // The entry of the page of a key. Hazard: never call it for keys beyond the length of the
-  // sequence, because the table may end there.
-  CUTE_DEVICE int entry(int key) const { return __ldg(entries + unsigned(key) / kPageSize); }
-
-  // The row of the pool for a key with this entry, or -1 if its page is outside the pool.
-  CUTE_DEVICE int row(int key, int page) const {
+  // Hazard: never call it for keys beyond the length of the sequence, because the table may end
+  // there. Returns the row of the pool for a key, or -1 if its page is outside the pool.
+  CUTE_DEVICE int row(int key) const {
+    int const page = __ldg(entries + unsigned(key) / kPageSize);
     return unsigned(page) < unsigned(pages) ? page * kPageSize + int(unsigned(key) % kPageSize)
                                             : -1;
   }
 
-  CUTE_DEVICE int row(int key) const { return row(key, entry(key)); }
+  // The two steps of row(), for code that loads an entry before it needs the row. Calls of both in
+  // row() would change the registers of every kernel that reads pages.
+  CUTE_DEVICE int entry(int key) const { return __ldg(entries + unsigned(key) / kPageSize); }
+  CUTE_DEVICE int row_of_entry(int key, int page) const {
+    return unsigned(page) < unsigned(pages) ? page * kPageSize + int(unsigned(key) % kPageSize)
+                                            : -1;
+  }
 };
 
 // The page table of a sequence for a warp that copies its keys by cp.async. The lanes hold 32

@@ -25,17 +25,19 @@ struct LatentFloat8Keys {
   static constexpr int kScales = Config::kKeyScale == PoolScale::pages ? kBoxes : 1;
 
   KeyValueSource<Config> source;
-  int limit;       // the first key that the part does not have
-  int first;       // the first key of the KV block that is loaded
-  int row;         // in the tensor, of the lane's box in this block
-  float scale;     // of this box
-  int next_row;    // of the lane's box in the next block
-  int next_entry;  // of the page table, for the block after that
+  char const* base;  // row 0 of the key head
+  int limit;         // the first key that the part does not have
+  int first;         // the first key of the KV block that is loaded
+  int row;           // in the tensor, of the lane's box in this block
+  float scale;       // of this box
+  int next_row;      // of the lane's box in the next block
+  int next_entry;    // of the page table, for the block after that
 
   // One of the warps prefetches.
   CUTE_DEVICE LatentFloat8Keys(ForwardParams const& params, Control& control, KeyPart const& part,
                                bool prefetches)
       : source(params, part.batch, part.head),
+        base(source.row(params.key)),
         limit(min(Mask(params.mask, params.shape, part.batch).key_length, part.end * kTileKey)),
         first(part.begin * kTileKey) {
     int const entry = find_entry(first);
@@ -78,7 +80,10 @@ struct LatentFloat8Keys {
 
   CUTE_DEVICE int find_row(ForwardParams const& params, Control& control, int block,
                            int entry) const {
-    return KeyRows::row_of(params, control, source, limit, block + lane_offset(), entry);
+    int const key = block + lane_offset();
+    int const found = key < limit ? source.pages.row_of_entry(key, entry) : -1;
+    if (found < 0 && key < limit) control.may_miss_pages = true;
+    return found < 0 ? params.shape.key_tokens : found;
   }
 
   CUTE_DEVICE float find_scale(ForwardParams const& params, int head) const {
@@ -97,7 +102,10 @@ struct LatentFloat8Keys {
   CUTE_DEVICE void prefetch(ForwardParams const& params, int block, int block_row) const {
     bool const has_box = int(threadIdx.x) % kWarpSize < kBoxes;
     if (params.key.row_stride != params.shape.head_dim || !has_box) return;
-    KeyRows::prefetch(params, source, limit - block - lane_offset(), block_row);
+    int const count = min(limit - block - lane_offset(), kBoxRows);
+    if (count <= 0 || block_row >= params.shape.key_tokens) return;
+    int const bytes = params.shape.head_dim;
+    prefetch_bytes(base + (long long)(block_row)*bytes, count * bytes);
   }
 };
 

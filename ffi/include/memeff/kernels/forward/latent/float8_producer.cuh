@@ -17,10 +17,10 @@ namespace memeff {
 // The kernel calls produce_keys() with one warp per column group, in place of a thread of
 // LatentProducerSm90. Both fill the same buffers, so consumers do not depend on the pool.
 //
-// A warp converts every third panel of a KV block, in units of half a panel. Three units are in
-// flight in its registers: each unit that is loaded takes the registers of the one that was just
-// converted. So the latency of L2 is hidden, and a buffer that is released finds half of its keys
-// in registers.
+// A warp converts every third panel of a KV block, a quarter at a time. The registers of a quarter
+// that was converted take the same quarter of the warp's next panel, so a panel is always in
+// flight. That hides the latency of L2, and a buffer that is released finds its first panels in
+// registers.
 //
 // CTAs do not share keys: an own copy in float8 has as many bytes as half of a copy in 16 bits,
 // which a CTA reads if they do.
@@ -39,14 +39,12 @@ struct LatentFloat8ProducerSm90 {
   static constexpr int kStepRows = kWarpSize / kRowLanes;
   static_assert(kStepRows % 8 == 0);  // so all rows of a lane have the same swizzle
 
-  static constexpr int kPanelUnits = 2;
-  static constexpr int kUnitRows = Kernel::kTileKey / kPanelUnits;
-  static constexpr int kSteps = kUnitRows / kStepRows;
-  static constexpr int kUnits = Kernel::kPanels / kWarps * kPanelUnits;  // of a warp and KV block
-  static constexpr int kInFlight = 3;                                    // units
-  static_assert(Kernel::kPanels % kWarps == 0 && kUnits % kInFlight == 0);
-  static constexpr int kBoxSteps = cute::min(Keys::kBoxRows, kUnitRows) / kStepRows;
-  static_assert(kSteps % kBoxSteps == 0 && Keys::kBoxRows % kStepRows == 0);
+  static constexpr int kQuarters = 4;
+  static constexpr int kQuarterRows = Kernel::kTileKey / kQuarters;
+  static constexpr int kSteps = kQuarterRows / kStepRows;
+  static constexpr int kWarpPanels = Kernel::kPanels / kWarps;  // of a KV block
+  static_assert(kWarpPanels * kWarps == Kernel::kPanels);
+  static_assert(Keys::kBoxRows % kQuarterRows == 0);
   using Bytes = uint32_t[kSteps][4];
 
   CUTE_DEVICE static void produce_keys(ForwardParams const& params, Control& control,
@@ -61,11 +59,13 @@ struct LatentFloat8ProducerSm90 {
       slot.advance();
       if (part.batch < 0) break;
       Keys keys(params, control, part, warp == 0);
-      Bytes bytes[kInFlight];
+      Bytes bytes[kQuarters];
       CUTE_UNROLL
-      for (int i = 0; i < kInFlight; ++i) load(params, keys, stage.index, warp, i, bytes[i]);
+      for (int quarter = 0; quarter < kQuarters; ++quarter) {
+        load(params, keys, panel_of(stage.index, warp, 0), quarter, bytes[quarter]);
+      }
       CUTE_NO_UNROLL
-      for (int block = part.begin; block < part.end; ++block) {
+      for (int left = part.end - part.begin; left > 0; --left) {
         produce_block(params, control, tiles, warp, stage, keys, bytes);
         stage.advance();
       }
@@ -74,8 +74,8 @@ struct LatentFloat8ProducerSm90 {
 
  private:
   CUTE_DEVICE static bool is_leader() { return threadIdx.x % kWarpSize == 0; }
-  CUTE_DEVICE static int lane_row() { return int(threadIdx.x % kWarpSize / kRowLanes); }
-  CUTE_DEVICE static int lane_column() { return int(threadIdx.x % kRowLanes * kLoadColumns); }
+  CUTE_DEVICE static int lane_row() { return thread_index() % kWarpSize / kRowLanes; }
+  CUTE_DEVICE static int lane_column() { return thread_index() % kRowLanes * kLoadColumns; }
 
   // The first row of a unit in its panel.
   CUTE_DEVICE static int row_of(int unit) { return unit % kPanelUnits * kUnitRows; }
@@ -84,94 +84,86 @@ struct LatentFloat8ProducerSm90 {
     return min(panel / Kernel::kValuePanels, Kernel::kColumnGroups - 1);
   }
 
-  // The panel of a warp's unit in a buffer. Warps convert panels in the order of their release.
-  CUTE_DEVICE static int panel_of(int buffer, int warp, int unit) {
-    return Kernel::panel_in_order(buffer, unit / kPanelUnits * kWarps + warp);
+  // Panel `i` of a warp. Warps convert panels in the order of their release.
+  CUTE_DEVICE static int panel_of(int buffer, int warp, int i) {
+    return Kernel::panel_in_order(buffer, i * kWarps + warp);
   }
 
-  // Converts the units of a KV block. When kInFlight units are left, those of the next block are
-  // loaded.
+  // Converts the warp's panels of a KV block, and loads those after them.
   CUTE_DEVICE static void produce_block(ForwardParams const& params, Control& control,
                                         uint32_t tiles, int warp,
                                         PipelineStage<Kernel::kStages> const& stage, Keys& keys,
-                                        Bytes (&bytes)[kInFlight]) {
+                                        Bytes (&bytes)[kQuarters]) {
     auto& barriers = control.keys[stage.index];
     float const scale = keys.scale;
     CUTE_NO_UNROLL
-    for (int first = 0; first < kUnits; first += kInFlight) {
-      bool const is_last = first + kInFlight == kUnits;
+    for (int i = 0; i < kWarpPanels; ++i) {
+      bool const is_last = i == kWarpPanels - 1;
       if (is_last) keys.advance(params, control, warp == 0);
-      int const loaded_buffer = is_last ? (stage.index + 1) % Kernel::kStages : stage.index;
+      int const loaded = is_last ? panel_of((stage.index + 1) % Kernel::kStages, warp, 0)
+                                 : panel_of(stage.index, warp, i + 1);
+      int const panel = panel_of(stage.index, warp, i);
+      uint32_t const target = Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes;
       CUTE_UNROLL
-      for (int i = 0; i < kInFlight; ++i) {
-        int const unit = first + i;
-        int const panel = panel_of(stage.index, warp, unit);
+      for (int quarter = 0; quarter < kQuarters; ++quarter) {
+        // After the first one redundant: it separates basic blocks. In a single one, ptxas moves all
+        // loads to its end.
         wait_barrier(barriers.empty[group_of(panel)], stage.parity ^ 1);
         random_sleep();
-        store(Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes, unit, scale,
-              bytes[i]);
-        if (unit % kPanelUnits == kPanelUnits - 1) {
-          fence_tma_store();
-          __syncwarp();
-          if (is_leader()) arrive_barrier(barriers.full[panel]);
-          random_sleep();
-        }
-        load(params, keys, loaded_buffer, warp, is_last ? i : unit + kInFlight, bytes[i]);
+        store(target, quarter, scale, bytes[quarter]);
+        load(params, keys, loaded, quarter, bytes[quarter]);
       }
+      fence_tma_store();
+      __syncwarp();
+      if (is_leader()) arrive_barrier(barriers.full[panel]);
+      random_sleep();
     }
   }
 
-  // Loads the lane's bytes of a unit. Rows beyond the length, and those without a page, are zero:
-  // NaN would make the products of the values NaN.
-  CUTE_DEVICE static void load(ForwardParams const& params, Keys const& keys, int buffer, int warp,
-                               int unit, Bytes& bytes) {
+  // Loads the lane's bytes of a quarter of a panel. Rows beyond the length, and those without a
+  // page, are zero: NaN would make the products of the values NaN.
+  CUTE_DEVICE static void load(ForwardParams const& params, Keys const& keys, int panel,
+                               int quarter, Bytes& bytes) {
     using Float8 = KeyValueElement<Config>;
-    int const column = panel_of(buffer, warp, unit) * KeyTile::kPanelColumns + lane_column();
-    int const first_row = row_of(unit);
-    int const left = column < params.shape.head_dim ? keys.limit - keys.first - first_row : 0;
+    int const first_row = quarter * kQuarterRows;
+    int const box = first_row / Keys::kBoxRows;
+    int const column = panel * KeyTile::kPanelColumns + lane_column();
+    // Hidden values: else the compiler keeps the addresses and conditions of all quarters in
+    // registers, and spills others.
+    unsigned left = unsigned(max(keys.limit - keys.first - lane_row(), 0));
+    hide_value(left);
+    left = column < params.shape.head_dim ? left : 0;
+    unsigned row = unsigned(Keys::of_box(keys.row, box));
+    hide_value(row);
+    bool const exists = int(row) < params.shape.key_tokens;
+    int const box_row = first_row - box * Keys::kBoxRows + lane_row();
+    char const* address = keys.base + (int(row) + box_row) * row_bytes<Float8>(params.key) + column;
     CUTE_UNROLL
-    for (int first_step = 0; first_step < kSteps; first_step += kBoxSteps) {
-      int const block_row = first_row + first_step * kStepRows;
-      int const box_row = Keys::of_box(keys.row, block_row / Keys::kBoxRows);
-      bool const exists = box_row < params.shape.key_tokens;
-      char const* address =
-          row_pointer<Float8>(params.key, keys.source.batch(params.key),
-                              box_row + block_row % Keys::kBoxRows + lane_row(), keys.source.head) +
-          column;
-      CUTE_UNROLL
-      for (int step = first_step; step < first_step + kBoxSteps; ++step) {
-        load_global_vector_if(exists && lane_row() + step * kStepRows < left, address, bytes[step]);
-        address += kStepRows * row_bytes<Float8>(params.key);
-      }
+    for (int step = 0; step < kSteps; ++step) {
+      int const tile_row = first_row + step * kStepRows;
+      load_global_vector_if(exists && unsigned(tile_row) < left, address, bytes[step]);
+      address += kStepRows * row_bytes<Float8>(params.key);
     }
   }
 
-  // Converts the lane's bytes of a unit and stores them in a panel.
-  CUTE_DEVICE static void store(uint32_t panel, int unit, float box_scale, Bytes const& bytes) {
-    int const first_row = row_of(unit);
-    uint32_t chunks[kLoadChunks];  // of the lane's first row
+  // Converts the lane's bytes of a quarter and stores them in a panel.
+  CUTE_DEVICE static void store(uint32_t panel, int quarter, float box_scale, Bytes const& bytes) {
+    int const first_row = quarter * kQuarterRows;
+    float scale = box_scale;
+    if constexpr (Keys::kScales > 1) scale = Keys::of_box(scale, first_row / Keys::kBoxRows);
+    scale *= kFloat8Factor;
     CUTE_UNROLL
-    for (int i = 0; i < kLoadChunks; ++i) {
-      chunks[i] = panel + first_row * KeyTile::kRowBytes +
-                  KeyTile::byte_offset(lane_row(), lane_column() / KeyTile::kChunkColumns + i);
-    }
-    CUTE_UNROLL
-    for (int first_step = 0; first_step < kSteps; first_step += kBoxSteps) {
-      float scale = box_scale;
-      if constexpr (Keys::kScales > 1) {
-        scale = Keys::of_box(scale, (first_row + first_step * kStepRows) / Keys::kBoxRows);
-      }
+    for (int step = 0; step < kSteps; ++step) {
       CUTE_UNROLL
-      for (int step = first_step; step < first_step + kBoxSteps; ++step) {
-        CUTE_UNROLL
-        for (int i = 0; i < kLoadChunks; ++i) {
-          uint32_t pairs[4];
-          scaled(bytes[step][2 * i], scale * kFloat8Factor, pairs[0], pairs[1]);
-          scaled(bytes[step][2 * i + 1], scale * kFloat8Factor, pairs[2], pairs[3]);
-          store_shared_vector(chunks[i] + step * kStepRows * KeyTile::kRowBytes,
-                              __uint_as_float(pairs[0]), __uint_as_float(pairs[1]),
-                              __uint_as_float(pairs[2]), __uint_as_float(pairs[3]));
-        }
+      for (int i = 0; i < kLoadChunks; ++i) {
+        int const chunk = lane_column() / KeyTile::kChunkColumns + i;
+        uint32_t const target = panel + KeyTile::byte_offset(lane_row(), chunk) +
+                                (first_row + step * kStepRows) * KeyTile::kRowBytes;
+        uint32_t pairs[4];
+        scaled(bytes[step][2 * i], scale, pairs[0], pairs[1]);
+        scaled(bytes[step][2 * i + 1], scale, pairs[2], pairs[3]);
+        store_shared_vector(target, __uint_as_float(pairs[0]), __uint_as_float(pairs[1]),
+                            __uint_as_float(pairs[2]), __uint_as_float(pairs[3]));
       }
     }
   }

@@ -31,20 +31,12 @@ struct LatentKeyRows {
   CUTE_DEVICE static int row_of(ForwardParams const& params, Control& control,
                                 KeyValueSource<Config> const& source, int key_length, int key) {
     if constexpr (PageTable<Config>::kPaged) {
-      int const entry = key < key_length ? source.pages.entry(key) : 0;
-      return row_of(params, control, source, key_length, key, entry);
+      int const row = key < key_length ? source.pages.row(key) : -1;
+      if (row < 0 && key < key_length) control.may_miss_pages = true;
+      return row < 0 ? params.shape.key_tokens : row;
     } else {
       return source.origin.row + key;
     }
-  }
-
-  // The same with the entry of the page table, which has none for keys beyond the length.
-  CUTE_DEVICE static int row_of(ForwardParams const& params, Control& control,
-                                KeyValueSource<Config> const& source, int key_length, int key,
-                                int entry) {
-    int const row = key < key_length ? source.pages.row(key, entry) : -1;
-    if (row < 0 && key < key_length) control.may_miss_pages = true;
-    return row < 0 ? params.shape.key_tokens : row;
   }
 
   // Prefetches the first `count` keys of a box into L2. Reading whole rows in order gives a higher
