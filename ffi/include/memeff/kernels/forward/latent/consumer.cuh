@@ -31,8 +31,8 @@ struct LatentConsumerSm90 {
   static constexpr int kKeySteps = Config::kTileKey / 16;
   static constexpr int kPanelSteps = PanelTile::kColumns / 16;
   static constexpr int kOtherColumns = Kernel::kColumnGroups - 1;  // the group without values
-  static constexpr int kOwnPanels =
-      Kernel::kOtherPanels + Kernel::kValuePanels;  // without the other's values
+  // Without the other consumer's values.
+  static constexpr int kOwnPanels = Kernel::kOtherPanels + Kernel::kValuePanels;
   static constexpr bool kKeySegments = Kernel::Schedule::kKeySegments;
   static constexpr int kTileKey = Kernel::kTileKey;
   static constexpr int kTileQuery = Kernel::kTileQuery;

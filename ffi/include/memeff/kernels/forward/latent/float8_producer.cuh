@@ -19,8 +19,8 @@ namespace memeff {
 //
 // A warp converts every third panel of a KV block, a quarter at a time. The registers of a quarter
 // that was converted take the same quarter of the warp's next panel, so a panel is always in
-// flight. That hides the latency of L2, and a buffer that is released finds its first panels in
-// registers.
+// flight. That hides most of the latency of L2, and a buffer that is released finds its first
+// panels in registers.
 //
 // CTAs do not share keys: an own copy in float8 has as many bytes as half of a copy in 16 bits,
 // which a CTA reads if they do.
@@ -74,11 +74,9 @@ struct LatentFloat8ProducerSm90 {
 
  private:
   CUTE_DEVICE static bool is_leader() { return threadIdx.x % kWarpSize == 0; }
+  // Of the thread index read anew: else the compiler keeps what it derives from them, and spills.
   CUTE_DEVICE static int lane_row() { return thread_index() % kWarpSize / kRowLanes; }
   CUTE_DEVICE static int lane_column() { return thread_index() % kRowLanes * kLoadColumns; }
-
-  // The first row of a unit in its panel.
-  CUTE_DEVICE static int row_of(int unit) { return unit % kPanelUnits * kUnitRows; }
 
   CUTE_DEVICE static int group_of(int panel) {
     return min(panel / Kernel::kValuePanels, Kernel::kColumnGroups - 1);
@@ -106,17 +104,19 @@ struct LatentFloat8ProducerSm90 {
       uint32_t const target = Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes;
       CUTE_UNROLL
       for (int quarter = 0; quarter < kQuarters; ++quarter) {
-        // After the first one redundant: it separates basic blocks. In a single one, ptxas moves all
-        // loads to its end.
+        // After the first one redundant: it separates basic blocks. In a single one, ptxas moves
+        // all loads to its end.
         wait_barrier(barriers.empty[group_of(panel)], stage.parity ^ 1);
         random_sleep();
         store(target, quarter, scale, bytes[quarter]);
+        if (quarter == kQuarters - 1) {
+          fence_tma_store();
+          __syncwarp();
+          if (is_leader()) arrive_barrier(barriers.full[panel]);
+          random_sleep();
+        }
         load(params, keys, loaded, quarter, bytes[quarter]);
       }
-      fence_tma_store();
-      __syncwarp();
-      if (is_leader()) arrive_barrier(barriers.full[panel]);
-      random_sleep();
     }
   }
 
@@ -130,7 +130,7 @@ struct LatentFloat8ProducerSm90 {
     int const column = panel * KeyTile::kPanelColumns + lane_column();
     // Hidden values: else the compiler keeps the addresses and conditions of all quarters in
     // registers, and spills others.
-    unsigned left = unsigned(max(keys.limit - keys.first - lane_row(), 0));
+    unsigned left = unsigned(max(keys.limit - keys.first, 0));
     hide_value(left);
     left = column < params.shape.head_dim ? left : 0;
     unsigned row = unsigned(Keys::of_box(keys.row, box));
@@ -140,7 +140,7 @@ struct LatentFloat8ProducerSm90 {
     char const* address = keys.base + (int(row) + box_row) * row_bytes<Float8>(params.key) + column;
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      int const tile_row = first_row + step * kStepRows;
+      int const tile_row = first_row + step * kStepRows + lane_row();
       load_global_vector_if(exists && unsigned(tile_row) < left, address, bytes[step]);
       address += kStepRows * row_bytes<Float8>(params.key);
     }
