@@ -57,14 +57,6 @@ struct PageTable<Config, true> {
     return unsigned(page) < unsigned(pages) ? page * kPageSize + int(unsigned(key) % kPageSize)
                                             : -1;
   }
-
-  // The two steps of row(), for code that loads an entry before it needs the row. Calls of both in
-  // row() would change the registers of every kernel that reads pages.
-  CUTE_DEVICE int entry(int key) const { return __ldg(entries + unsigned(key) / kPageSize); }
-  CUTE_DEVICE int row_of_entry(int key, int page) const {
-    return unsigned(page) < unsigned(pages) ? page * kPageSize + int(unsigned(key) % kPageSize)
-                                            : -1;
-  }
 };
 
 // The page table of a sequence for a warp that copies its keys by cp.async. The lanes hold 32

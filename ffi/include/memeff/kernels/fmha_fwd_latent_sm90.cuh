@@ -90,14 +90,6 @@ struct FmhaForwardLatentSm90 {
     return group < kWarpgroups ? (group + 1) * kValuePanels : kPanels;
   }
   static_assert(kPanels > group_begin(kWarpgroups));
-  static constexpr int kOtherPanels = kPanels - group_begin(kWarpgroups);  // without values
-
-  // The panel that is number `i` in the order in which the panels of a buffer are released, and
-  // read for scores: those without values, then the values of the buffer's consumer.
-  CUTE_HOST_DEVICE static constexpr int panel_in_order(int buffer, int i) {
-    int const value_panel = (i - kOtherPanels + buffer * kValuePanels) % (kPanels - kOtherPanels);
-    return i < kOtherPanels ? kPanels - kOtherPanels + i : value_panel;
-  }
 
   // A KV block occupies the buffer of the consumer that owns its scores, so buffers alternate.
   static constexpr int kStages = kWarpgroups;

@@ -31,8 +31,8 @@ struct LatentConsumerSm90 {
   static constexpr int kKeySteps = Config::kTileKey / 16;
   static constexpr int kPanelSteps = PanelTile::kColumns / 16;
   static constexpr int kOtherColumns = Kernel::kColumnGroups - 1;  // the group without values
-  // Without the other consumer's values.
-  static constexpr int kOwnPanels = Kernel::kOtherPanels + Kernel::kValuePanels;
+  static constexpr int kOthers = Kernel::kPanels - Kernel::group_begin(kOtherColumns);
+  static constexpr int kOwnPanels = kOthers + Kernel::kValuePanels;  // without the other's values
   static constexpr bool kKeySegments = Kernel::Schedule::kKeySegments;
   static constexpr int kTileKey = Kernel::kTileKey;
   static constexpr int kTileQuery = Kernel::kTileQuery;
@@ -179,7 +179,10 @@ struct LatentConsumerSm90 {
     fence_accumulators(scores);
     CUTE_UNROLL
     for (int i = begin; i < end; ++i) {
-      int const panel = Kernel::panel_in_order(at.warpgroup, i);
+      // The columns without values are the last ones.
+      int const value_panel =
+          (i - kOthers + at.warpgroup * Kernel::kValuePanels) % Kernel::group_begin(kOtherColumns);
+      int const panel = i < kOthers ? Kernel::group_begin(kOtherColumns) + i : value_panel;
       wait_barrier(barriers.full[panel], at.own_parity);
       begin_products();  // after each wait, else ptxas (CUDA 13.0) injects it (C7519)
       warpgroup_gemm<Element, kPanelSteps>(

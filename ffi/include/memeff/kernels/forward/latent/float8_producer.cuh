@@ -7,8 +7,10 @@
 #include <memeff/arch/tma.cuh>
 #include <memeff/core/float8.cuh>
 #include <memeff/core/math.cuh>
+#include <memeff/core/page_table.cuh>
 #include <memeff/core/pipeline.cuh>
-#include <memeff/kernels/forward/latent/float8_keys.cuh>
+#include <memeff/kernels/forward/latent/key_rows.cuh>
+#include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/schedule/balanced_keys.cuh>
 
@@ -17,168 +19,177 @@ namespace memeff {
 // The kernel calls produce_keys() with one warp per column group, in place of a thread of
 // LatentProducerSm90. Both fill the same buffers, so consumers do not depend on the pool.
 //
-// A warp converts every third panel of a KV block, a quarter at a time. The registers of a quarter
-// that was converted take the same quarter of the warp's next panel, so a panel is always in
-// flight. That hides most of the latency of L2, and a buffer that is released finds its first
-// panels in registers.
-//
-// CTAs do not share keys: an own copy in float8 has as many bytes as half of a copy in 16 bits,
-// which a CTA reads if they do.
+// A warp converts every third panel of a KV block. CTAs do not share keys: an own copy in float8
+// has as many bytes as half of a copy in 16 bits, which a CTA reads if they do.
 template <class Config, class Kernel>
 struct LatentFloat8ProducerSm90 {
   using Element = typename Config::Element;
   using Control = typename Kernel::Control;
-  using Keys = LatentFloat8Keys<Config, Kernel>;
+  using KeyRows = LatentKeyRows<Config, Kernel>;
   using KeyTile = typename Kernel::KeyTile;
+  using Mask = typename Kernel::Mask;
+  static constexpr int kTileKey = Kernel::kTileKey;
   static constexpr int kWarps = Kernel::kColumnGroups;
 
   // A lane loads 16 bytes of a row, which become two chunks of the tile.
   static constexpr int kLoadColumns = 16;
-  static constexpr int kLoadChunks = kLoadColumns / KeyTile::kChunkColumns;
   static constexpr int kRowLanes = KeyTile::kPanelColumns / kLoadColumns;
   static constexpr int kStepRows = kWarpSize / kRowLanes;
-  static_assert(kStepRows % 8 == 0);  // so all rows of a lane have the same swizzle
-
-  static constexpr int kQuarters = 4;
-  static constexpr int kQuarterRows = Kernel::kTileKey / kQuarters;
-  static constexpr int kSteps = kQuarterRows / kStepRows;
-  static constexpr int kWarpPanels = Kernel::kPanels / kWarps;  // of a KV block
-  static_assert(kWarpPanels * kWarps == Kernel::kPanels);
-  static_assert(Keys::kBoxRows % kQuarterRows == 0);
-  using Bytes = uint32_t[kSteps][4];
+  static constexpr int kSteps = kTileKey / kStepRows;
+  static constexpr int kBoxSteps = KeyRows::kBoxRows / kStepRows;
+  static_assert(kBoxSteps * kStepRows == KeyRows::kBoxRows);
+  static constexpr int kScales = Config::kKeyScale == PoolScale::pages ? KeyRows::kBoxes : 1;
+  static_assert(kStepRows % 8 == 0);
 
   CUTE_DEVICE static void produce_keys(ForwardParams const& params, Control& control,
                                        uint32_t tiles, int warp) {
+    bool const leader = threadIdx.x % kWarpSize == 0;
     PipelineStage<Kernel::kStages> stage;
     PipelineStage<Kernel::kWorkStages> slot;
     while (true) {
       control.work.wait(slot);
       KeyPart const part = control.parts[slot.index];
       __syncwarp();
-      if (is_leader()) control.work.release(slot);
+      if (leader) control.work.release(slot);
       slot.advance();
       if (part.batch < 0) break;
-      Keys keys(params, control, part, warp == 0);
-      Bytes bytes[kQuarters];
-      CUTE_UNROLL
-      for (int quarter = 0; quarter < kQuarters; ++quarter) {
-        load(params, keys, panel_of(stage.index, warp, 0), quarter, bytes[quarter]);
-      }
+      Keys keys(params, part);
       CUTE_NO_UNROLL
-      for (int left = part.end - part.begin; left > 0; --left) {
-        produce_block(params, control, tiles, warp, stage, keys, bytes);
+      for (int block = part.begin; block < part.end; ++block) {
+        keys.seek(params, control, block);
+        CUTE_NO_UNROLL
+        for (int panel = warp; panel < Kernel::kPanels; panel += kWarps) {
+          auto& barriers = control.keys[stage.index];
+          uint32_t bytes[kSteps][4];
+          keys.load(params, panel, bytes);
+          wait_barrier(barriers.empty[group_of(panel)], stage.parity ^ 1);
+          random_sleep();
+          keys.store(Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes, bytes);
+          fence_tma_store();
+          __syncwarp();
+          if (leader) arrive_barrier(barriers.full[panel]);
+          random_sleep();
+        }
         stage.advance();
+        if (warp == 0 && block + 1 < part.end) keys.prefetch(params, control, block + 1);
       }
     }
   }
 
  private:
-  CUTE_DEVICE static bool is_leader() { return threadIdx.x % kWarpSize == 0; }
-  // Of the thread index read anew: else the compiler keeps what it derives from them, and spills.
-  CUTE_DEVICE static int lane_row() { return thread_index() % kWarpSize / kRowLanes; }
-  CUTE_DEVICE static int lane_column() { return thread_index() % kRowLanes * kLoadColumns; }
-
   CUTE_DEVICE static int group_of(int panel) {
     return min(panel / Kernel::kValuePanels, Kernel::kColumnGroups - 1);
   }
 
-  // Panel `i` of a warp. Warps convert panels in the order of their release.
-  CUTE_DEVICE static int panel_of(int buffer, int warp, int i) {
-    return Kernel::panel_in_order(buffer, i * kWarps + warp);
-  }
+  // The keys of a part, and where those of the current KV block are.
+  struct Keys {
+    KeyValueSource<Config> source;
+    int key_length;
+    int first;
+    int rows[KeyRows::kBoxes];
+    float scales[kScales];  // of each box, or of all
 
-  // Converts the warp's panels of a KV block, and loads those after them.
-  CUTE_DEVICE static void produce_block(ForwardParams const& params, Control& control,
-                                        uint32_t tiles, int warp,
-                                        PipelineStage<Kernel::kStages> const& stage, Keys& keys,
-                                        Bytes (&bytes)[kQuarters]) {
-    auto& barriers = control.keys[stage.index];
-    float const scale = keys.scale;
-    CUTE_NO_UNROLL
-    for (int i = 0; i < kWarpPanels; ++i) {
-      bool const is_last = i == kWarpPanels - 1;
-      if (is_last) keys.advance(params, control, warp == 0);
-      int const loaded = is_last ? panel_of((stage.index + 1) % Kernel::kStages, warp, 0)
-                                 : panel_of(stage.index, warp, i + 1);
-      int const panel = panel_of(stage.index, warp, i);
-      uint32_t const target = Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes;
-      CUTE_UNROLL
-      for (int quarter = 0; quarter < kQuarters; ++quarter) {
-        // After the first one redundant: it separates basic blocks. In a single one, ptxas moves
-        // all loads to its end.
-        wait_barrier(barriers.empty[group_of(panel)], stage.parity ^ 1);
-        random_sleep();
-        store(target, quarter, scale, bytes[quarter]);
-        if (quarter == kQuarters - 1) {
-          fence_tma_store();
-          __syncwarp();
-          if (is_leader()) arrive_barrier(barriers.full[panel]);
-          random_sleep();
+    CUTE_DEVICE Keys(ForwardParams const& params, KeyPart const& part)
+        : source(params, part.batch, part.head),
+          key_length(Mask(params.mask, params.shape, part.batch).key_length) {
+      scales[0] = 1.0f;
+      if constexpr (Config::kKeyScale == PoolScale::heads) {
+        scales[0] = __ldg(PoolScales(params, Config::kKeyScaleArray, part.head).first);
+      }
+    }
+
+    CUTE_DEVICE void seek(ForwardParams const& params, Control& control, int block) {
+      first = block * kTileKey;
+      KeyRows::find(params, control, source, key_length, first, rows);
+      if constexpr (Config::kKeyScale == PoolScale::pages) {
+        PoolScales const pool(params, Config::kKeyScaleArray, source.head);
+        CUTE_UNROLL
+        for (int box = 0; box < kScales; ++box) {
+          // Hazard: a page outside of the pool has no scale.
+          bool const exists = rows[box] < params.shape.key_tokens;
+          int const page = unsigned(rows[box]) / Config::kPageSize;
+          scales[box] = exists ? __ldg(pool.first + page * pool.page_stride) : 0.0f;
         }
-        load(params, keys, loaded, quarter, bytes[quarter]);
       }
     }
-  }
 
-  // Loads the lane's bytes of a quarter of a panel. Rows beyond the length, and those without a
-  // page, are zero: NaN would make the products of the values NaN.
-  CUTE_DEVICE static void load(ForwardParams const& params, Keys const& keys, int panel,
-                               int quarter, Bytes& bytes) {
-    using Float8 = KeyValueElement<Config>;
-    int const first_row = quarter * kQuarterRows;
-    int const box = first_row / Keys::kBoxRows;
-    int const column = panel * KeyTile::kPanelColumns + lane_column();
-    // Hidden values: else the compiler keeps the addresses and conditions of all quarters in
-    // registers, and spills others.
-    unsigned left = unsigned(max(keys.limit - keys.first, 0));
-    hide_value(left);
-    left = column < params.shape.head_dim ? left : 0;
-    unsigned row = unsigned(Keys::of_box(keys.row, box));
-    hide_value(row);
-    bool const exists = int(row) < params.shape.key_tokens;
-    int const box_row = first_row - box * Keys::kBoxRows + lane_row();
-    char const* address = keys.base + (int(row) + box_row) * row_bytes<Float8>(params.key) + column;
-    CUTE_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      int const tile_row = first_row + step * kStepRows + lane_row();
-      load_global_vector_if(exists && unsigned(tile_row) < left, address, bytes[step]);
-      address += kStepRows * row_bytes<Float8>(params.key);
+    // Prefetches a KV block into L2 if its rows are contiguous; a lane for each box.
+    CUTE_DEVICE void prefetch(ForwardParams const& params, Control& control, int block) const {
+      int const box = int(threadIdx.x) % kWarpSize;
+      if (params.key.row_stride != params.shape.head_dim || box >= KeyRows::kBoxes) return;
+      int const key = block * kTileKey + box * KeyRows::kBoxRows;
+      int const row = KeyRows::row_of(params, control, source, key_length, key);
+      KeyRows::prefetch(params, source, key_length - key, row);
     }
-  }
 
-  // Converts the lane's bytes of a quarter and stores them in a panel.
-  CUTE_DEVICE static void store(uint32_t panel, int quarter, float box_scale, Bytes const& bytes) {
-    int const first_row = quarter * kQuarterRows;
-    float scale = box_scale;
-    if constexpr (Keys::kScales > 1) scale = Keys::of_box(scale, first_row / Keys::kBoxRows);
-    scale *= kFloat8Factor;
-    CUTE_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
+    // Loads the lane's bytes of a panel. Rows beyond the length, and those without a page, are
+    // zero: NaN would make the products of the values NaN.
+    CUTE_DEVICE void load(ForwardParams const& params, int panel,
+                          uint32_t (&bytes)[kSteps][4]) const {
+      using Float8 = KeyValueElement<Config>;
+      int const column = panel * KeyTile::kPanelColumns + lane_column();
+      // Hidden values: else the compiler keeps the addresses and conditions of all rows of a block
+      // in registers, and spills others.
+      unsigned left = unsigned(max(key_length - first, 0));
+      hide_value(left);
+      left = column < params.shape.head_dim ? left : 0;
       CUTE_UNROLL
-      for (int i = 0; i < kLoadChunks; ++i) {
-        int const chunk = lane_column() / KeyTile::kChunkColumns + i;
-        uint32_t const target = panel + KeyTile::byte_offset(lane_row(), chunk) +
-                                (first_row + step * kStepRows) * KeyTile::kRowBytes;
-        uint32_t pairs[4];
-        scaled(bytes[step][2 * i], scale, pairs[0], pairs[1]);
-        scaled(bytes[step][2 * i + 1], scale, pairs[2], pairs[3]);
-        store_shared_vector(target, __uint_as_float(pairs[0]), __uint_as_float(pairs[1]),
-                            __uint_as_float(pairs[2]), __uint_as_float(pairs[3]));
+      for (int box = 0; box < KeyRows::kBoxes; ++box) {
+        unsigned row = unsigned(rows[box]);
+        hide_value(row);
+        bool const exists = int(row) < params.shape.key_tokens;
+        char const* address = row_pointer<Float8>(params.key, source.batch(params.key),
+                                                  int(row) + lane_row(), source.head) +
+                              column;
+        CUTE_UNROLL
+        for (int step = box * kBoxSteps; step < (box + 1) * kBoxSteps; ++step) {
+          int const tile_row = lane_row() + step * kStepRows;
+          load_global_vector_if(exists && unsigned(tile_row) < left, address, bytes[step]);
+          address += kStepRows * row_bytes<Float8>(params.key);
+        }
       }
     }
-  }
 
-  // Four numbers times a scale, as pairs of elements.
-  CUTE_DEVICE static void scaled(uint32_t packed, float scale, uint32_t& low, uint32_t& high) {
-    uint32_t numbers[2];  // pairs of float16
-    unpack_float8<false>(packed, numbers[0], numbers[1]);
-    auto const product = [&](uint32_t pair) {
-      return pack<Element>(unpack<cutlass::half_t>(pair, 0) * scale,
-                           unpack<cutlass::half_t>(pair, 1) * scale);
-    };
-    low = product(numbers[0]);
-    high = product(numbers[1]);
-  }
+    // Converts the lane's bytes and stores them in a panel.
+    CUTE_DEVICE void store(uint32_t panel, uint32_t const (&bytes)[kSteps][4]) const {
+      constexpr int kChunks = kLoadColumns / KeyTile::kChunkColumns;
+      uint32_t chunks[kChunks];  // of the lane's first row; all its rows have the same swizzle
+      CUTE_UNROLL
+      for (int i = 0; i < kChunks; ++i) {
+        int const chunk = lane_column() / KeyTile::kChunkColumns + i;
+        chunks[i] = panel + KeyTile::byte_offset(lane_row(), chunk);
+      }
+      CUTE_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        float const scale = scales[step / kBoxSteps % kScales] * kFloat8Factor;
+        CUTE_UNROLL
+        for (int i = 0; i < kChunks; ++i) {
+          uint32_t pairs[4];
+          scaled(bytes[step][2 * i], scale, pairs[0], pairs[1]);
+          scaled(bytes[step][2 * i + 1], scale, pairs[2], pairs[3]);
+          store_shared_vector(chunks[i] + step * kStepRows * KeyTile::kRowBytes,
+                              __uint_as_float(pairs[0]), __uint_as_float(pairs[1]),
+                              __uint_as_float(pairs[2]), __uint_as_float(pairs[3]));
+        }
+      }
+    }
+
+   private:
+    CUTE_DEVICE static int lane_row() { return int(threadIdx.x % kWarpSize / kRowLanes); }
+    CUTE_DEVICE static int lane_column() { return int(threadIdx.x % kRowLanes * kLoadColumns); }
+
+    // Four numbers times a scale, as pairs of elements.
+    CUTE_DEVICE static void scaled(uint32_t packed, float scale, uint32_t& low, uint32_t& high) {
+      uint32_t numbers[2];  // pairs of float16
+      unpack_float8<false>(packed, numbers[0], numbers[1]);
+      auto const product = [&](uint32_t pair) {
+        return pack<Element>(unpack<cutlass::half_t>(pair, 0) * scale,
+                             unpack<cutlass::half_t>(pair, 1) * scale);
+      };
+      low = product(numbers[0]);
+      high = product(numbers[1]);
+    }
+  };
 };
 
 }  // namespace memeff
