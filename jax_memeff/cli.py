@@ -289,7 +289,7 @@ def _features(options: argparse.Namespace, sums_gradients: bool) -> dict[str, An
 
 def _archs(options: argparse.Namespace) -> tuple[str, ...]:
     """The architectures asked for: the option, then the environment, then the devices."""
-    chosen = tuple(options.arch or ()) or config.archs() or _device_archs()
+    chosen = tuple(dict.fromkeys(options.arch or ())) or config.archs() or _device_archs()
     if not chosen:
         raise ValueError(_NO_ARCH)
     return chosen

@@ -204,7 +204,12 @@ def _attention(machine: Machine) -> Finding:
     def loss(x):
         return jax_memeff.dot_product_attention(x, x, x, is_causal=True).astype(jnp.float32).sum()
 
-    device = jax.local_devices(backend="cuda" if machine.devices else "cpu")[0]
+    try:
+        device = jax.local_devices(backend="cuda" if machine.devices else "cpu")[0]
+    except RuntimeError as error:
+        named = f"unset JAX_PLATFORMS, which is {machine.platforms!r}, or name a known backend"
+        text = f"JAX has no backend: {str(error).splitlines()[0]}"
+        return Finding("attention", False, text, named if machine.platforms else _REPORT)
     start = time.perf_counter()
     try:
         with jax.default_device(device):

@@ -1,6 +1,8 @@
 """``python -m jax_memeff doctor``, on machines of many kinds, and the kernels of models."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -45,6 +47,20 @@ def test_a_machine_without_a_gpu(on):
     assert found.startswith("ok package jax-memeff ")
     assert "absent GPU no NVIDIA driver" in found and "ok attention" in found
     assert advice.startswith("Nothing is missing on a CPU: replace jax.nn.dot_product_attention")
+
+
+def test_an_unknown_platform(tmp_path):
+    """JAX raises the same error each time that a device is asked for."""
+    found = subprocess.run(
+        [sys.executable, "-m", "jax_memeff", "doctor"],
+        env=os.environ | {"JAX_PLATFORMS": "abacus", "JAX_MEMEFF_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 1 and not found.stderr
+    assert "broken  attention  JAX has no backend: " in found.stdout
+    assert "unset JAX_PLATFORMS, which is 'abacus', or name a known backend" in found.stdout
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,13 @@ def test_other_symbolic_sizes_are_an_error(shapes):
     assert "one for the longest sequence" in str(caught.value)
 
 
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_a_symbolic_head_dim_is_an_error(scale):
+    operand = shape(*jax.export.symbolic_shape("2, 9, 4, h"))
+    with pytest.raises(UnsupportedError, match="a size is symbolic that must be static"):
+        export(functools.partial(ATTENTION, scale=scale), operand, operand, operand)
+
+
 @pytest.mark.parametrize("function", [jax_memeff.paged_attention, jax_memeff.append_to_pages])
 @pytest.mark.parametrize(
     "text",
