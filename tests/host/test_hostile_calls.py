@@ -70,6 +70,10 @@ def paged(query, *arrays):
     )
 
 
+def latent(query, pages, table, lengths):
+    return PAGED(query, pages, None, table, lengths, value_dim=512, batch_invariant=True)
+
+
 def positioned(query, key, value, first):
     return loss(query, key, value, is_causal=True, offsets=jax_memeff.Offsets(query=first))
 
@@ -123,6 +127,7 @@ def corpus():
             *record("sm_90a", jax.grad(qkv_packed), shape(B, T, 3, N, H)),
             *record("sm_90a,sm_80", paged, shape(9, N, H), *pages),  # two calls
             *record("sm_90a", paged, shape(6, 1, N, H), *pages[:-1]),
+            *record("sm_90a", latent, shape(6, 1, 16, 576), shape(32, 16, 1, 576), *pages[2:-1]),
             *record("sm_90a", jax.grad(mapped, (0, 1, 2, 3)), *shared),
             *record("sm_90a", plain, shape(1, 256, 8, H), *[shape(1, 130, 2, H)] * 2),  # split-Q
             *record("sm_90a", positioned, *operands(), shape(B, dtype="int32")),
@@ -249,6 +254,16 @@ FORGED = {
     "an array of the kernel alone": (described("^array query", "array q"), "an array 'q'"),
     "a line twice": (described("alignment 16", "alignment 16\nalignment 16"), "'blocks_per_sm'"),
 }
+
+
+def test_a_latent_call_has_slots_for_its_partial_results(corpus):
+    def names(call):
+        return call.attributes["results"].split(",")
+
+    call = copy.deepcopy(next(call for call in corpus if "tile_parts" in names(call)))
+    assert error_of(call) == ""
+    dropped("results", names(call).index("partial_out"))(call)
+    assert "partial_out" in error_of(call)
 
 
 @pytest.mark.parametrize("name", FORGED)

@@ -33,7 +33,7 @@ pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 COVERED = "sm_90a"
-COVERED_IN = 5
+COVERED_IN = 8
 """The number of days after which the samples of that architecture have had every module and every
 feature.
 """

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "launch/launch.h"
 
 namespace memeff::host {
@@ -38,9 +40,11 @@ xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buf
   LaunchDims dims;
   dims.splits = choose_splits(kernel, buffers);
   params.splits = static_cast<int>(dims.splits);
-  // The latent forward divides the keys itself, and needs the number of slots.
-  if (buffers.has("tile_parts")) {
-    params.splits = static_cast<int>(buffers.type("partial_out")->sizes[0]);
+  // The latent forward divides the keys itself, and needs the number of slots. Hazard: a program
+  // may come from anywhere, so the array may be missing, and its size is bounded before the cast.
+  const ArrayType* const slots = buffers.type("partial_out");
+  if (slots != nullptr && buffers.has("tile_parts")) {
+    params.splits = static_cast<int>(std::min(slots->sizes[0], kMostSplits));
   }
   return launch_all(call, kernel, buffers, dims, &params, &params.block_mask, &params.table,
                     stream);

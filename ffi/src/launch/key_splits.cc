@@ -87,7 +87,7 @@ long long choose_splits(const DeviceKernel& kernel, Buffers& buffers) {
       description.entry_points[0].grid.blocks(LaunchDims(), kernel.multiprocessors);
   if (blocks < 0 || blocks > INT_MAX) return 1;
   return fastest_splits(blocks, ceil_div(description.shape.key_length, description.tile_key),
-                        std::min(partial_out->sizes[0], 1ll << 20), kernel);
+                        std::min(partial_out->sizes[0], kMostSplits), kernel);
 }
 
 }  // namespace memeff::host

@@ -13,6 +13,9 @@ MaskParams mask_of(const Call& call, Buffers& buffers);
 // Null pointers if the call has no such array.
 BlockMask block_mask_of(Buffers& buffers, std::string_view name);
 
+// At most so many partial results have room in a workspace; larger sizes count as this one.
+constexpr long long kMostSplits = 1ll << 20;
+
 // The fastest number of splits of the keys that the workspaces have room for.
 long long choose_splits(const DeviceKernel& kernel, Buffers& buffers);
 
