@@ -69,9 +69,9 @@ struct FmhaForwardLatentSm90 {
   using Softmax = OnlineSoftmax<1, false, has_large_scores<Config>()>;
   using Exchange = SoftmaxExchange<ScoreGrid, Softmax>;
   using Schedule = BalancedKeys<Config, Mask>;
-  using Output = cute::conditional_t<Schedule::kKeySegments,
-                                     LatentSegmentOutputSm90<Config, OutGrid, Softmax>,
-                                     LatentOutputSm90<Config, OutGrid, Softmax>>;
+  using Output =
+      cute::conditional_t<Schedule::kKeySegments, LatentSegmentOutputSm90<Config, OutGrid, Softmax>,
+                          LatentOutputSm90<Config, OutGrid, Softmax>>;
   using Queries = LatentQueriesSm90<Config, FmhaForwardLatentSm90>;
 
   using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
