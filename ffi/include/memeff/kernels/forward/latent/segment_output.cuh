@@ -37,15 +37,17 @@ struct LatentSegmentOutputSm90 {
     int const thread = int(thread_index()) % kWarpgroupSize;
     int const warp = thread / kWarpSize;
     int const lane = thread % kWarpSize;
-    if (row + warp * Tile::kWarpRows >= query_length) return;  // no row of this warp exists
+    // All conditions are the same for a warp. Hazard: ptxas sees that by the votes only. Without
+    // them it computes the matrix descriptors of the main loop in vector registers, and spills.
+    if (!warp_any(row + warp * Tile::kWarpRows < query_length)) return;  // this warp has no rows
     WeightSum sums[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sums[r] = {softmax.softmax_reference[r], 1.0f};
     int const slot = result.slot < 0 ? int(block_index()) : result.slot;
     Tile const tile(params, slot, warp);
-    if (result.slot < 0) {
-      add(tile, result.continues, warpgroup, lane, softmax, sums, output);
-      if (result.ends) {
+    if (warp_any(result.slot < 0)) {
+      add(tile, warp_any(result.continues), warpgroup, lane, softmax, sums, output);
+      if (warp_any(result.ends)) {
         finish(params, part, query_length, warpgroup, first_column, sums, softmax, output);
         return;
       }
