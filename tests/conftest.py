@@ -6,7 +6,6 @@ import importlib.metadata
 import multiprocessing
 import os
 import shutil
-import zlib
 
 import daily
 import jax
@@ -137,9 +136,7 @@ def choose_cases_of_today(config, items) -> None:
     waiting = set()
     for (_, name), same in cases.items():
         (parts,) = same[0].get_closest_marker("rotating").args
-        # Tests begin with different parts. When the first parts of all fell on the same day, a run
-        # took a fifth longer than on the day before.
-        day = None if daily.TODAY is None else daily.TODAY + zlib.crc32(name.encode())
+        day = daily.day_of(name)
         for index, item in enumerate(same):
             due = daily.is_due(index, len(same), parts, day)
             if not due and not item.get_closest_marker("quick"):

@@ -30,9 +30,9 @@ at its multiples."""
 _XLA = "pass implementation='xla'"
 
 
-def segments(keys: int, length: int = INVARIANT_COLUMNS) -> int:
-    """The number of segments of ``length`` keys in a batch-invariant call."""
-    return -(-keys // length)
+def segments(keys: int) -> int:
+    """The number of segments of a batch-invariant call; ``fmha_fwd_latent_sm90`` has its own."""
+    return -(-keys // INVARIANT_COLUMNS)
 
 
 class AskedPages(NamedTuple):

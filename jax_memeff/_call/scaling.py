@@ -9,14 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import export
 from jax.core import Tracer
 
-from jax_memeff._call.values import score_dtype, static_number
+from jax_memeff._call.values import require_static, score_dtype, static_number
 from jax_memeff._functions.trace import BeforeFunction
 from jax_memeff.codegen.functions import builtin
 from jax_memeff.codegen.functions.program import Program
-from jax_memeff.errors import UnsupportedError
 
 _LEAST_SOFTMAX_SCALE = 1e-6
 """A larger scale multiplies the sum of a score and its bias. Any other scale multiplies the score
@@ -111,12 +109,11 @@ def of_call(
 
 def _static_scale(value: Any, head_dim: int, dtype: Any) -> float:
     if value is None:
-        if export.is_symbolic_dim(head_dim):
-            reasons = [
-                f"the head dim must be static, got {head_dim}",
-                "export a program for each head dim",
-            ]
-            raise UnsupportedError(reasons, "a size is symbolic that must be static")
+        require_static(
+            {"query": (head_dim,)},
+            where="the head dim must be static",
+            remedy="export a program for each head dim",
+        )
         if head_dim == 0:
             raise ValueError(
                 "scale must be given when the head dim is 0: expected a number, got None, and "

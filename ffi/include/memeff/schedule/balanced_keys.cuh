@@ -37,9 +37,9 @@ struct KeyPart {
              // SegmentResult
 };
 
-// Where the result of a segment goes. A CTA that computes a row tile from its first key on adds up
-// the segments, in order, in its running sum. Other segments have slots, which the combine kernel
-// adds to that sum.
+// A SegmentResult is the place of a segment's result. A CTA that computes a row tile from its first
+// key on adds up the segments, in order, in its running sum. Other segments have slots, which the
+// combine kernel adds to that sum.
 struct SegmentResult {
   int slot;        // -1: the running sum
   bool ends;       // the running sum is complete, and it is the whole row tile
