@@ -1,0 +1,91 @@
+"""Latent attention with random delays: equal bits in every run.
+
+``tests/kernels/test_races.py`` says how the delays find a race. Sequences differ in their lengths,
+so CTAs have several parts, and parts of a sequence are computed by several CTAs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lateness
+import numpy as np
+import pytest
+from paged_case import Case
+from paging import paged_attention
+
+from jax_memeff.codegen import gpu
+
+REPEATS = 1000
+_RNG = np.random.default_rng(3)
+STEPS = Case(
+    (6000, *map(int, _RNG.integers(0, 1500, 60))),
+    (1,) * 61,
+    heads=(128, 1),
+    dims=(576, 512),
+    is_latent=True,
+)
+PROMPTS = dataclasses.replace(STEPS, lengths=(900, 2500, 70), counts=(90, 300, 70), heads=(16, 1))
+INVARIANT = ("is_causal", "batch_invariant")
+PAGES = ("pages", "pages")
+HUNTS = [
+    dataclasses.replace(case, **changes)
+    for case in (STEPS, dataclasses.replace(STEPS, heads=(16, 1), page_size=64), PROMPTS)
+    for changes in (
+        {},
+        {"features": INVARIANT},
+        {"features": (*INVARIANT, "sinks", "score_mod")},
+        {"scales": PAGES},
+        {"features": INVARIANT, "scales": PAGES},
+    )
+]
+HUNTS += [
+    dataclasses.replace(PROMPTS, features=(*INVARIANT, "local_window_size")),
+    dataclasses.replace(STEPS, features=("tree",)),
+]
+
+
+def results(case: Case, arrays: Any, zero: jax.Array) -> dict[str, jax.Array]:
+    """The results that must have the same bits in every run, by name."""
+    query, *pages, starts, scales = arrays
+    out, lse = paged_attention(
+        query + zero.astype(query.dtype),
+        *pages,
+        query_starts=starts,
+        max_query_length=max(case.counts),
+        return_residual=True,
+        implementation="cuda",
+        **case.arguments(),
+        **scales,
+    )
+    return {"out": out, "lse": lse}
+
+
+def drawn(case: Case) -> Any:
+    made = case.batch()
+    return *made.arguments, made.starts, made.scales
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", HUNTS, ids=str)
+def test_bits_are_equal_in_every_run(case, monkeypatch):
+    if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
+        pytest.skip("this is a kernel of Hopper")
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)
+    lateness.make_late(monkeypatch)
+    counts = lateness.count_other_runs(functools.partial(results, case), drawn(case), REPEATS)
+    assert counts == {"out": 0, "lse": 0}
+
+
+@pytest.mark.rotating(3)
+@pytest.mark.parametrize("case", HUNTS, ids=str)
+def test_every_hunt_has_the_latent_kernel(case, monkeypatch, fake_compiler):
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)
+    run = jax.jit(functools.partial(results, case))
+    arrays = jax.tree.map(jnp.asarray, drawn(case))
+    run.trace(arrays, jnp.int32(0)).lower(lowering_platforms=("cuda",))
+    assert {spec.kernel.stem for spec, _ in fake_compiler} == {"fmha_fwd_latent_sm90"}
