@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Literal
 
@@ -40,6 +40,12 @@ _LARGE_ROWS = 192
 """The rows of the plain tile of a Hopper forward at ``SMALLER_TILE_DIM``."""
 SMALLER_TILE_DIM = 64
 """The head dim at which some calls of a Hopper forward take a tile of 128 instead of 192 rows."""
+_FILLED_TILES: Mapping[MaskKind, tuple[tuple[int, int], ...]] = {
+    "none": ((2, 2),),
+    "causal": ((1, 1), (2, 2), (4, 5)),
+}
+"""The numbers of tiles of a head, of 192 and of 128 rows, with which the smaller ones are faster:
+queries up to 128, from 193 to 256, and from 577 to 640 (docs/tuning/sm90_forward.md)."""
 _WARPGROUP_ROWS = 64
 _LEAST_Q_BLOCKS = 4
 """Q blocks of 64 rows for each CTA of a split-Q backward; with fewer, the sums take longer."""
@@ -217,14 +223,14 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
 
 
 def _fills_smaller_tiles(problem: Problem, sizes: Sizes) -> bool:
-    """Whether tiles of 128 rows are faster than those of 192, as they are if there are two of
-    either (docs/tuning/sm90_forward.md). Features were not measured, and ``select.closure`` has
-    these tiles without features only.
+    """Whether tiles of 128 rows were faster than those of 192. Features were not measured, and
+    ``select.closure`` has these tiles without features only.
     """
-    tiles = [-(-sizes.queries // rows) for rows in (_LARGE_ROWS, _PLAIN_ROWS)]
+    tiles = tuple(-(-sizes.queries // rows) for rows in (_LARGE_ROWS, _PLAIN_ROWS))
     has_choice = problem.head_dim == problem.value_dim == SMALLER_TILE_DIM
     plain = {feature for feature in features.FEATURES if problem.asks(feature)} <= {MASK}
-    return gpu.has_wgmma(problem.arch) and has_choice and plain and tiles == [2, 2]
+    fills = tiles in _FILLED_TILES.get(problem[MASK], ())
+    return gpu.has_wgmma(problem.arch) and has_choice and plain and fills
 
 
 def _takes_segments(problem: Problem, sizes: Sizes, rows: int, multiprocessors: int) -> bool:

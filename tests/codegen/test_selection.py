@@ -69,6 +69,25 @@ def test_heads_of_a_group_share_a_tile(features, packs):
     assert strategy.query_rows(asked, sixteen, 132) == ("64" if packs else "16")
 
 
+@pytest.mark.parametrize(
+    ("mask", "filled"),
+    [("none", (193, 197, 256)), ("causal", (65, 128, 193, 197, 256, 577, 640)), ("window", ())],
+)
+def test_queries_that_fill_smaller_tiles(mask, filled):
+    """Other numbers of queries have tiles of 192 rows, or were not measured."""
+    lengths = (65, 128, 129, 192, 193, 197, 256, 257, 512, 576, 577, 640, 641, 2048)
+
+    def rows(queries, **asked):
+        sizes = Sizes(batch=64, queries=queries, keys=queries, heads=16, key_heads=16)
+        return strategy.query_rows(problem(arch="sm_90a", mask=mask, **asked), sizes, 132)
+
+    assert [queries for queries in lengths if rows(queries, head_dim=64) == "128"] == [
+        queries for queries in lengths if queries in filled
+    ]
+    assert {rows(queries, head_dim=128) for queries in lengths} == {None}
+    assert {rows(queries, head_dim=64, soft_cap=True) for queries in lengths} == {None}
+
+
 def test_row_counts_of_split_kernels():
     def rows(batch, queries, heads, group, keys=1024, multiprocessors=132, **asked):
         key_heads = heads // group
