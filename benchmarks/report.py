@@ -3,9 +3,10 @@
 It writes between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``. ``tables`` has
 all results, ``summary`` only the ratios, ``host`` the host's cost. Results without a cell of the
 main grid go to ``features``, or to a block of their own if _BLOCKS has their group; those of
-ring.py go to ``ring``, those of paged.py to ``paged``, and those of tests/gallery/gallery_errors.py
-to ``errors``. Blocks that were not measured are kept. ``overview`` is written each time, from the
-results in benchmarks/results, with a picture of its own.
+ring.py go to ``ring``, those of paged.py to ``paged``, those of precision.py to ``precision``, and
+those of tests/gallery/gallery_errors.py to ``errors``. Blocks that were not measured are kept.
+``overview`` is written each time, from the results in benchmarks/results, with a picture of its
+own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import overview
 from programs.peers import OURS
-from reporting import plots
+from reporting import plots, precision_table
 from reporting.markdown_table import table
 from reporting.ratios import ours, ratios
 from reporting.results import read
@@ -29,14 +30,16 @@ from user_functions import table as function_table
 
 _ROOT = Path(__file__).parent.parent
 _RESULTS = _ROOT / "benchmarks" / "results"
-_TARGETS = (_ROOT / "docs" / "benchmarks.md", _ROOT / "README.md")
+_DOCS = _ROOT / "docs"
+_TARGETS = (_DOCS / "benchmarks.md", _DOCS / "guide" / "precision.md", _ROOT / "README.md")
 _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
 # Groups with a block of their own, for results whose cells all belong to one group.
 _BLOCKS = ("masks", "deterministic", "decode", "dims", "large_dims", "float32", "functions")
 _NAMES = (
-    *("tables", "summary", "host", "features", "paged", "ring", "errors", "overview"),
+    *("tables", "summary", "host", "features", "paged", "ring", "errors", "precision"),
+    "overview",
     *_BLOCKS,
 )
 _FIRST_RESULTS = {"cold": "empty cache", "warm": "filled cache", "archive": "archive"}
@@ -299,6 +302,8 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
         return {"paged": f"{_machine(document)}\n\n{server_table.text(document)}"}
     if "gallery_errors" in document:
         return {"errors": gallery_errors(document)}
+    if "precision" in document:
+        return {"precision": f"{_machine(document)}\n\n{precision_table.text(document)}"}
     if document["cells"] and not of_grid(document):
         groups = {cell["group"] for cell in document["cells"]}
         if groups == {"functions"}:
@@ -337,7 +342,7 @@ def insert(text: str, blocks: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "results", type=Path, help="written by attention.py, paged.py, ring.py or gallery_errors.py"
+        "results", type=Path, help="written by another command here, or by gallery_errors.py"
     )
     parser.add_argument(
         "--into", type=Path, nargs="+", default=_TARGETS, help="default: docs and README.md"

@@ -26,6 +26,8 @@ __all__ = ["document", "modules"]
         "reporting.markdown_table",
         "overview.comparison",
         "programs.peers",
+        "precision",
+        "reporting.precision_table",
         "report",
         "ring",
         "server.calls",
@@ -289,3 +291,15 @@ def test_the_time_of_code_generation_has_every_lowering_and_its_import(modules, 
             lower(None, tree=None, options=None)
         assert timed.seconds > before and _cuda.lowering is timed
     assert module.__name__ in sys.modules
+
+
+def test_errors_of_peers_beside_float64(modules):
+    precision, peers = modules("precision"), modules("programs.peers")
+    selected = peers.peers("memeff_xla,jax_xla,pallas_mgpu")
+    for cell in precision.cells([16], [96], ["float32"]):
+        records = precision.measure(cell, selected)
+        assert "has no scale" in records["pallas_mgpu"]["error"]
+        for name in ("memeff_xla", "jax_xla"):
+            assert tuple(records[name]) == precision.RESULTS
+            for error in records[name].values():
+                assert 0 < error["frobenius"] < 5e-6 and 0 < error["largest"] < 1e-4
