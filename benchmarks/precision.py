@@ -24,9 +24,6 @@ from programs.peers import Peer, peers
 from reporting import precision_table
 from rich.console import Console
 
-RESULTS = ("out", "dq", "dk", "dv")
-"""The results of a call, in the order of ``jax_programs.one_call``."""
-
 
 def cells(head_dims: list[int], lengths: list[int], dtypes: list[str]) -> list[Cell]:
     """Cells of one sequence with four query heads and two key heads.
@@ -43,7 +40,8 @@ def cells(head_dims: list[int], lengths: list[int], dtypes: list[str]) -> list[C
 
 
 def reference(inputs: Inputs, causal: bool) -> dict[str, np.ndarray]:
-    """Output and gradients in float64 by their definition, in the layout of the inputs.
+    """Output and gradients in float64 by their definition, in the layout of the inputs and in the
+    order of ``jax_programs.one_call``.
 
     With ``S = Q K^T / sqrt(H)`` and ``P = softmax(S)``: ``dV = P^T dO``, ``dP = dO V^T``,
     ``dS = P * (dP - rowsum(P * dP))``, ``dQ = dS K / sqrt(H)``, ``dK = dS^T Q / sqrt(H)``

@@ -197,6 +197,8 @@ def _build(options: argparse.Namespace, out: Console) -> int:
     elif options.output is not None:
         done = {job: result for job, result in results.items() if isinstance(result, Compiled)}
         out.print(archives.write(options.output, done), markup=False, soft_wrap=True)
+    elif note := stored.elsewhere():
+        out.print(note, soft_wrap=True)
     return 1 if failed else 0
 
 

@@ -107,7 +107,7 @@ def compile_uncached(source: str, arch: str, names: Sequence[str]) -> Compiled:
         names=tuple(names),
         resources=tuple(resources.parse(log, names)),
         warnings=tuple(resources.warnings(log)),
-        log=log,
+        log=resources.without_times(log),
         seconds=time.perf_counter() - start,
         cached=False,
     )

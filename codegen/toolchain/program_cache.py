@@ -188,8 +188,10 @@ def _open_trusted(directory: Path | None, create: bool) -> Iterator[int]:
 
 
 def _unusable(directory: Path | None, error: OSError) -> str:
+    # Files below the directory are opened relative to a descriptor.
+    place = Path(directory or "", error.filename or "")
     return (
-        f"jax_memeff keeps compiled kernels in memory only, because {directory} cannot be used "
+        f"jax_memeff keeps compiled kernels in memory only, because {place} cannot be used "
         f"({error.strerror}): name another directory in JAX_MEMEFF_CACHE_DIR"
     )
 

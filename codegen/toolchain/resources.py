@@ -11,6 +11,7 @@ _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 # The family of ptxas remarks about lost performance, such as serialized WGMMA.
+_TIMES = re.compile(r"^ptxas info\s*: Compile time = .*\n?", re.MULTILINE)
 _WARNING = re.compile(r"\(?C75\d\d\)?")
 
 
@@ -44,6 +45,15 @@ def parse(log: str, names: Sequence[str]) -> list[Resource]:
 def warnings(log: str) -> list[str]:
     """The lines of the log in which ptxas reports lost performance (C75xx)."""
     return [line.strip() for line in log.splitlines() if _WARNING.search(line)]
+
+
+def without_times(log: str) -> str:
+    """The log without the times that ptxas took, so that equal kernels have equal logs.
+
+    >>> without_times("ptxas info    : Compile time = 71.153 ms\\nptxas info    : 0 bytes gmem")
+    'ptxas info    : 0 bytes gmem'
+    """
+    return _TIMES.sub("", log)
 
 
 def _first(pattern: re.Pattern, text: str) -> int:

@@ -28,7 +28,8 @@ _TAKEN = {
 }
 """The arguments of ``jax.nn.dot_product_attention`` that this library has too."""
 
-_lock = threading.Lock()
+# A signal handler may open or end a patch while its thread does the same.
+_lock = threading.RLock()
 _open: list[JaxNNPatch] = []
 _installed: _Installed | None = None
 _said: set[tuple[str, int, str]] = set()
@@ -41,6 +42,8 @@ class _Installed(NamedTuple):
 
 class JaxNNPatch:
     """An open patch of ``jax.nn``; ``undo()`` or the end of a ``with`` block ends it."""
+
+    _is_entered = False
 
     def undo(self) -> None:
         """End this patch. A second call does nothing.
@@ -55,7 +58,23 @@ class JaxNNPatch:
                 _uninstall()
 
     def __enter__(self) -> JaxNNPatch:
+        """Raises ``RuntimeError`` if the patch has ended, or if it already has a ``with`` block."""
+        with _lock:
+            if self._is_entered or self not in _open:
+                state = "already has a with block" if self in _open else "has ended"
+                raise RuntimeError(
+                    f"expected an open patch without a with block, but this one {state}; write "
+                    "with jax_memeff.patch_jax_nn(): for each block"
+                )
+            self._is_entered = True
         return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises ``TypeError``, and ends the patch, which nobody could end any more."""
+        self.undo()
+        raise TypeError(
+            "patch_jax_nn() is no decorator: write with jax_memeff.patch_jax_nn(): in the function"
+        )
 
     def __exit__(
         self,
@@ -106,18 +125,20 @@ def patch_jax_nn() -> JaxNNPatch:
     """
     patch = JaxNNPatch()
     with _lock:
-        if not _open:
-            _install()
         _open.append(patch)
+        if _installed is None:
+            _install()
     return patch
 
 
 def _install() -> None:
     global _installed
     original = jax.nn.dot_product_attention
-    _installed = _Installed(_wrapper(original), original)
-    jax.nn.dot_product_attention = _installed.wrapper
-    contexts.patched.set_global(True)
+    made = _Installed(_wrapper(original), original)
+    if _installed is None:  # a signal handler may have done it meanwhile
+        _installed = made
+        jax.nn.dot_product_attention = made.wrapper
+        contexts.patched.set_global(True)
 
 
 def _uninstall() -> None:
@@ -126,8 +147,9 @@ def _uninstall() -> None:
     _said.clear()
     # If other code has replaced the function since, its replacement stays. It calls our wrapper,
     # which passes every call on to jax.nn from now on.
-    if _installed is not None and jax.nn.dot_product_attention is _installed.wrapper:
-        jax.nn.dot_product_attention = _installed.original
+    installed = _installed  # a signal handler may change the global
+    if installed is not None and jax.nn.dot_product_attention is installed.wrapper:
+        jax.nn.dot_product_attention = installed.original
     _installed = None
 
 

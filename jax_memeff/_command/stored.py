@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax_memeff import config
 from jax_memeff._command.output import OutputError
 from jax_memeff.codegen.toolchain import program_cache
 from jax_memeff.codegen.toolchain.compile import Compiled
@@ -22,3 +23,13 @@ def require(result: Compiled | CompileError) -> None:
             f"the kernels would be lost, because the cache does not take them: {reason}; --output "
             "writes an archive instead"
         )
+
+
+def elsewhere() -> str | None:
+    """A note for a user who expects all kernels in the cache; None if they are there."""
+    if config.kernel_archive() is None:
+        return None
+    return (
+        "Kernels of the archive that JAX_MEMEFF_KERNELS names were not put into the cache: unset "
+        "it to do that."
+    )

@@ -312,7 +312,9 @@ class Sharded(NamedTuple):
                 continue
             raise ValueError(
                 f"{self}: its {_title(dim)} must be sharded like query's, over {text(expected)}, "
-                f"got {text(axes)}; reshard it to {layout.spec(' '.join(self.dims))}"
+                f"got {text(axes)}; reshard it to {layout.spec(' '.join(self.dims))}, by "
+                "jax.sharding.reshard over explicit mesh axes and by "
+                "jax.lax.with_sharding_constraint over others"
             )
 
 

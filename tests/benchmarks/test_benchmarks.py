@@ -300,6 +300,6 @@ def test_errors_of_peers_beside_float64(modules):
         records = precision.measure(cell, selected)
         assert "has no scale" in records["pallas_mgpu"]["error"]
         for name in ("memeff_xla", "jax_xla"):
-            assert tuple(records[name]) == precision.RESULTS
+            assert list(records[name]) == ["out", "dq", "dk", "dv"]
             for error in records[name].values():
                 assert 0 < error["frobenius"] < 5e-6 and 0 < error["largest"] < 1e-4

@@ -89,6 +89,25 @@ def test_build_ends_if_the_cache_takes_no_kernels(
     assert run(capsys, *BUILD, "--output", str(tmp_path / "kernels.zip"))[0] == 0
 
 
+def test_a_part_of_the_cache_that_is_a_file(capsys, tmp_path, no_compiler, monkeypatch):
+    (tmp_path / program_cache.SUBDIRECTORY).write_text("mine")
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path))
+    assert cli.main(BUILD) == 1
+    place = tmp_path / program_cache.SUBDIRECTORY
+    assert f"{place} cannot be used (Not a directory)" in capsys.readouterr().err
+
+
+def test_build_says_which_kernels_the_cache_lacks(capsys, tmp_path, no_compiler, monkeypatch):
+    note = "JAX_MEMEFF_KERNELS names were not put into the cache: unset it"
+    path = tmp_path / "kernels.zip"
+    assert note not in run(capsys, *BUILD)[1]
+    assert run(capsys, *BUILD, "--output", str(path))[0] == 0
+    monkeypatch.setenv("JAX_MEMEFF_KERNELS", str(path))
+    code, out = run(capsys, *BUILD)
+    assert code == 0 and note in out
+    assert note not in run(capsys, *BUILD, "--output", str(path))[1]
+
+
 def test_build_ends_if_the_disk_is_full(capsys, no_compiler):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))

@@ -294,7 +294,8 @@ WRONG = {
     "batches that differ": (
         (P("data"), P("data"), P()),
         r"value of shape .* its batch dim must be sharded like query's, over mesh axis 'data', "
-        r"got no mesh axis; reshard it to .*'data'",
+        r"got no mesh axis; reshard it to .*'data'.*, by jax.sharding.reshard over explicit mesh "
+        r"axes and by jax.lax.with_sharding_constraint over others",
     ),
     "heads that differ": (
         (P("data"), P("data", None, "tensor"), P("data")),
