@@ -129,12 +129,9 @@ def results(case, arrays, zero):
 @gpu
 @pytest.mark.parametrize("made", HUNTS, ids=str)
 def test_bits_are_equal_in_every_run(made, compiled, monkeypatch):
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", WGMMA_ARCH)
-    lateness.make_late(monkeypatch)
+    run = functools.partial(results, made.case)
     with lateness.set_stages(made.stages):
-        run = functools.partial(results, made.case)
-        counts = lateness.count_other_runs(run, made.case.arrays(), REPEATS)
-    assert counts == dict.fromkeys(counts, 0)
+        lateness.assert_equal_runs(monkeypatch, run, made.case.arrays(), REPEATS)
 
 
 @pytest.mark.parametrize("made", HUNTS, ids=str)

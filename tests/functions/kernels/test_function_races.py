@@ -134,14 +134,9 @@ HUNTS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("hunt", HUNTS, ids=str)
 def test_bits_are_equal_in_every_run(hunt, monkeypatch):
-    if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
-        pytest.skip("these are the kernels of Hopper")
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)
-    lateness.make_late(monkeypatch)
+    run = functools.partial(results, hunt)
     with lateness.set_stages(hunt.stages):
-        run = functools.partial(results, hunt)
-        counts = lateness.count_other_runs(run, hunt.drawn(), REPEATS)
-    assert counts == dict.fromkeys(counts, 0)
+        lateness.assert_equal_runs(monkeypatch, run, hunt.drawn(), REPEATS)
 
 
 @pytest.mark.rotating(3)

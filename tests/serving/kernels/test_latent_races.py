@@ -73,12 +73,8 @@ def drawn(case: Case) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", HUNTS, ids=str)
 def test_bits_are_equal_in_every_run(case, monkeypatch):
-    if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
-        pytest.skip("this is a kernel of Hopper")
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)
-    lateness.make_late(monkeypatch)
-    counts = lateness.count_other_runs(functools.partial(results, case), drawn(case), REPEATS)
-    assert counts == {"out": 0, "lse": 0}
+    run = functools.partial(results, case)
+    lateness.assert_equal_runs(monkeypatch, run, drawn(case), REPEATS)
 
 
 @pytest.mark.rotating(3)
