@@ -57,7 +57,8 @@ def test_the_gpu_workflow_runs_the_commands_of_contributing():
     run = [step["run"].replace('"$PROCESSES"', "16") for step in steps("gpu") if "run" in step]
     # The first command includes the races; the report needs a person to name the device.
     left_to_people = {
-        "pytest -m gpu tests/kernels/test_races.py tests/functions/kernels/test_function_races.py",
+        "pytest -m gpu tests/kernels/test_races.py tests/functions/kernels/test_function_races.py "
+        "tests/serving/kernels/test_latent_races.py",
         "python benchmarks/report.py benchmarks/results/<device>-main.json",
     }
     apart = {"pytest -m gpu": "pytest -m gpu --deselect tests/kernels/test_kernels.py"}
