@@ -86,9 +86,7 @@ def results(peer: Peer, cell: Cell, inputs: Inputs) -> list[jax.Array]:
     if peer.framework == "jax":
         function = jax.jit(jax_programs.one_call(peer.attention(cell), backward=True))
         return list(function(cell_inputs.adapt(inputs, peer, cell)))
-    function = torch_programs.one_call(peer.attention(cell), backward=True)
-    operands = torch_programs.tensors(cell_inputs.adapt(inputs, peer, cell), backward=True)
-    return torch_programs.to_jax(function(operands))
+    return torch_programs.results_of_one_call(peer, cell, inputs)
 
 
 def errors(found: list[jax.Array], want: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:

@@ -115,6 +115,16 @@ def one_call(attention: Any, backward: bool):
     return forward_and_backward if backward else forward
 
 
+def results_of_one_call(peer: Peer, cell: Cell, inputs: Inputs) -> list[jax.Array]:
+    """The output and the gradients, as JAX arrays."""
+    torch = importlib.import_module("torch")
+    # PyTorch and JAX have streams of their own.
+    operands = tensors(jax.block_until_ready(adapt(inputs, peer, cell)), backward=True)
+    results = to_jax(one_call(peer.attention(cell), backward=True)(operands))
+    torch.cuda.synchronize()
+    return results
+
+
 def compile_alone(peer: Peer, cell: Cell, backward: bool) -> None:
     """One call on random operands, which fills PyTorch's caches of compiled code on disk."""
     torch = importlib.import_module("torch")

@@ -188,8 +188,9 @@ def _open_trusted(directory: Path | None, create: bool) -> Iterator[int]:
 
 
 def _unusable(directory: Path | None, error: OSError) -> str:
-    # Files below the directory are opened relative to a descriptor.
-    place = Path(directory or "", error.filename or "")
+    place = directory
+    if directory is not None and error.filename == SUBDIRECTORY:  # opened relative to it
+        place = directory / SUBDIRECTORY
     return (
         f"jax_memeff keeps compiled kernels in memory only, because {place} cannot be used "
         f"({error.strerror}): name another directory in JAX_MEMEFF_CACHE_DIR"

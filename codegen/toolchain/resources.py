@@ -10,8 +10,8 @@ _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
-# The family of ptxas remarks about lost performance, such as serialized WGMMA.
 _TIMES = re.compile(r"^ptxas info\s*: Compile time = .*\n?", re.MULTILINE)
+# The family of ptxas remarks about lost performance, such as serialized WGMMA.
 _WARNING = re.compile(r"\(?C75\d\d\)?")
 
 
