@@ -82,6 +82,7 @@ def test_bits_are_equal_in_every_run(case, monkeypatch):
 def test_every_hunt_has_the_latent_kernel(case, monkeypatch, fake_compiler):
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)
     run = jax.jit(functools.partial(results, case))
-    arrays = jax.tree.map(jnp.asarray, drawn(case))
+    short = dataclasses.replace(case, lengths=case.counts)  # the kernel does not depend on lengths
+    arrays = jax.tree.map(jnp.asarray, drawn(short))
     run.trace(arrays, jnp.int32(0)).lower(lowering_platforms=("cuda",))
     assert {spec.kernel.stem for spec, _ in fake_compiler} == {"fmha_fwd_latent_sm90"}
