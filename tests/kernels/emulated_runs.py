@@ -211,9 +211,8 @@ SM90 += [
     Run(Case(B=9, T=197, S=197, N=8, K=K, **mask), arch="sm_90a", splits=True, gradients=False)
     for K, mask in ((8, CAUSAL), (2, {}))
 ]
-SM90 += BY_TOKENS[
-    2:
-]  # apart from the others, because all of them take long and need not share a day
+# Apart from the others: all of them take long, and neighbours run on the same day.
+SM90 += BY_TOKENS[2:]
 SM90 += [
     Run(SINKS(B=2, T=200, S=150, N=4, K=2, deterministic=True, **CAUSAL), arch="sm_90a"),
     Run(SINKS(B=2, T=130, S=150, H=128, bias="1NT1", lengths=LENGTHS[:2]), arch="sm_90a"),

@@ -89,8 +89,7 @@ HUNTS += [hunt(128, 1, deterministic=True, **FLOAT32, **EVERYTHING)]
 @pytest.fixture(scope="module")
 def compiled(selected, share_of_worker):
     """Compiles the kernels of the selected hunts before the first one begins."""
-    if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
-        pytest.skip("these are the kernels of Hopper")
+    lateness.skip_without_hopper()
     specs = set()
     for made in (call["made"] for call in selected if "made" in call):
         with lateness.set_stages(made.stages):

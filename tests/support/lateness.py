@@ -119,6 +119,11 @@ def has_tangents(case: Case) -> bool:
     return case.dtype != "float32" and case.H < 256
 
 
+def skip_without_hopper() -> None:
+    if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
+        pytest.skip("these are the kernels of Hopper")
+
+
 def assert_equal_runs(
     patch: pytest.MonkeyPatch,
     run: Callable[[Any, jax.Array], dict[str, jax.Array]],
@@ -126,8 +131,7 @@ def assert_equal_runs(
     repeats: int,
 ) -> None:
     """Compares the bits of runs whose warps are late; skips the test on GPUs without wgmma."""
-    if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
-        pytest.skip("these are the kernels of Hopper")
+    skip_without_hopper()
     patch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)
     make_late(patch)
     counts = count_other_runs(run, arrays, repeats)
