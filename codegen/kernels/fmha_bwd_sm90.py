@@ -93,7 +93,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "a window spills 20 bytes more with statistics that are read ahead; most spills are "
             "those of the producer's warpgroup",
-            spill_bytes=44,
+            spill_bytes=48,
             tma_dq=True,
             key_stages=2,
         ),
@@ -257,6 +257,12 @@ class FmhaBwdSm90(WgmmaBackward):
         free = not (spec.orders_queries or spec.split_q)
         return _sums_by_tma(spec) and _needs_equal_work(spec) and free
 
+    def stores_first_dq(self, spec: KernelSpec) -> bool:
+        """The thread that adds by TMA can wait for another CTA. Consumers that add from registers
+        would lose time.
+        """
+        return _sums_by_tma(spec)
+
     def _key_stages(self, spec: KernelSpec) -> int:
         return _tile(spec).key_stages if self._is_persistent(spec) else 1
 
@@ -365,6 +371,9 @@ class FmhaBwdSm90(WgmmaBackward):
         """
         yield from super().workspaces(spec, sizes, multiprocessors)
         yield from query_sums(spec, sizes, dq_columns(spec))
+        if self.stores_first_dq(spec):
+            tiles = sizes.padded_queries(spec.tile.query) // spec.tile.query
+            yield Workspace("query_gradient_states", (tiles,), "int32")
         if spec.split_q:
             columns = {"key": spec.padded_head_dim, "value": spec.padded_value_dim}
             parts = sum(columns[name] for name in columns if name in spec.gradients)

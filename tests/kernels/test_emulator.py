@@ -83,6 +83,22 @@ KERNEL(leave_a_copy_behind) {
   load_tma(source, barrier(), shared() + 16, 16);
 }
 
+template <bool kPerformed>
+void read_what_tma_stores() {
+  alignas(16) static int volatile target[4];
+  if (threadIdx.x > 0) return;
+  target[0] = 0;
+  store_shared(shared(), 7);
+  fence_tma_store();
+  store_tma(const_cast<int*>(target), shared(), 16);
+  commit_tma_stores();
+  kPerformed ? wait_tma_stores_performed() : wait_tma_stores();
+  if (target[0] != 7) emulator::fail("an old number");
+}
+
+KERNEL(read_before_a_store_is_performed) { read_what_tma_stores<false>(); }
+KERNEL(no_mistake_in_a_read) { read_what_tma_stores<true>(); }
+
 template <bool kFence>
 void multiply() {
   for (int i = int(threadIdx.x); i < 1024; i += 128) store_shared(shared() + 4 * i, 0);
@@ -168,6 +184,7 @@ MISTAKES = {
     "arrive_too_often": "too many arrivals at the mbarrier at byte 0",
     "wait_for_too_many_bytes": "the kernel hangs; .* at the mbarrier at byte 0",
     "leave_a_copy_behind": "block 0 ends while 1 TMA copies are in flight",
+    "read_before_a_store_is_performed": "an old number",
     "multiply_without_a_fence": "wgmma reads byte .* wrote and did not fence",
 }
 
@@ -208,3 +225,4 @@ def test_blocks_of_a_cluster_run_together(machine):
 
 def test_another_kernel_runs_after_a_mistake(machine):
     machine.submit(launch, "no_mistake").result()
+    machine.submit(launch, "no_mistake_in_a_read").result()

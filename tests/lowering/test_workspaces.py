@@ -143,7 +143,8 @@ def test_split_q_has_room_for_partial_gradients(fake_compiler):
     gradient = jax.grad(loss, (0, 1, 2))
     text = lower(gradient, *shapes(B=1, T=1024, S=1000, N=8, K=8))
     assert [spec.split_q for spec, _ in fake_compiler] == [False, True]
-    names = 'row_statistics,query_gradient_sum,key_gradient_sum,semaphores"'
+    sums = "query_gradient_sum,query_gradient_states,key_gradient_sum"
+    names = f'row_statistics,{sums},semaphores"'
     assert f'results = "query_gradient,key_gradient,value_gradient,{names}' in text
     # Two CTAs for each KV block, with dk and dv of 1024 keys.
     assert f"tensor<2x{8 * 1024 * (64 + 64)}xf32>, tensor<{1 + 64}xi32>" in text

@@ -51,11 +51,18 @@ class Backward(Kernel):
             "kOrdersQueries": spec.orders_queries,
             "kSplitQ": spec.split_q,
             "kCountsKvBlocks": self.counts_kv_blocks(spec),
+            "kStoresFirstDq": self.stores_first_dq(spec),
         }
 
     def counts_kv_blocks(self, spec: KernelSpec) -> bool:
         """Whether the main kernel counts finished KV blocks, so that the postprocess kernel may run
         beside its last CTAs (ffi/include/memeff/kernels/backward/dq_sums/finished.cuh).
+        """
+        return False
+
+    def stores_first_dq(self, spec: KernelSpec) -> bool:
+        """Whether the main kernel stores the first dQ of a Q block, so that its sums need no zeros
+        (ffi/include/memeff/kernels/backward/dq_sums/first_store.cuh).
         """
         return False
 

@@ -195,6 +195,7 @@ struct BackwardParams {
                                     // logsumexp in base 2 (+inf if a row has no keys), and
                                     // delta = rowsum(dO * O) - dlse
   float* query_gradient_sum;        // [tiles, query tile, padded head dim], in fragment order
+  int* query_gradient_states;       // [tiles], see kernels/backward/dq_sums/first_store.cuh
   float* key_gradient_sum;          // split-Q: see schedule/split_q.cuh
                                     // large head dims: [B, K, padded S, padded H] and
   float* value_gradient_sum;        // [B, K, padded S, padded Hv]
@@ -289,12 +290,12 @@ static_assert(sizeof(TileCounter) == 16, "host and device disagree on TileCounte
 static_assert(sizeof(TileParts) == 16, "host and device disagree on TileParts");
 static_assert(sizeof(ForwardParams) == 584, "host and device disagree on ForwardParams");
 static_assert(sizeof(TangentParams) == 784, "host and device disagree on TangentParams");
-static_assert(sizeof(BackwardParams) == 856, "host and device disagree on BackwardParams");
+static_assert(sizeof(BackwardParams) == 864, "host and device disagree on BackwardParams");
 static_assert(sizeof(ArrayView) == 120, "host and device disagree on ArrayView");
 static_assert(sizeof(ArrayTable) == 1920, "host and device disagree on ArrayTable");
 static_assert(sizeof(WithArrays<ForwardParams>) == 2504, "host and device disagree on WithArrays");
 static_assert(sizeof(WithArrays<TangentParams>) == 2704, "host and device disagree on WithArrays");
-static_assert(sizeof(WithArrays<BackwardParams>) == 2776, "host and device disagree on WithArrays");
+static_assert(sizeof(WithArrays<BackwardParams>) == 2784, "host and device disagree on WithArrays");
 // Fields that features fill by their offsets (ParamsField of codegen/launch.py). NVRTC 13.0 has no
 // offsetof; the sizes above make both compilers agree.
 #ifndef __CUDACC_RTC__

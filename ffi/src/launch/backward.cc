@@ -58,6 +58,7 @@ xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Bu
   params.logsumexp_gradient = static_cast<const float*>(buffers.data("logsumexp_gradient"));
   params.row_statistics = static_cast<float*>(buffers.data("row_statistics"));
   params.query_gradient_sum = static_cast<float*>(buffers.data("query_gradient_sum"));
+  params.query_gradient_states = static_cast<int*>(buffers.data("query_gradient_states"));
   params.key_gradient_sum = static_cast<float*>(buffers.data("key_gradient_sum"));
   params.value_gradient_sum = static_cast<float*>(buffers.data("value_gradient_sum"));
   params.bias_gradient = buffers.scores("bias_gradient", call.bias_alignment);

@@ -237,19 +237,47 @@ void store_box(void const* encoded, uint32_t shared, int const (&start)[4]) {
       });
 }
 
-void reduce_add_tma(float* global, uint32_t shared, int bytes) {
-  require_aligned(global, 16, "a TMA reduction");
-  if (bytes % 16 != 0) fail("a TMA reduction of %d bytes, no multiple of 16", bytes);
+namespace {
+
+// Starts an operation of TMA on contiguous global memory. It reads shared memory first, and calls
+// write(global, source) for every 16 bytes later.
+template <class Element, class Write>
+void start_tma(Element* global, uint32_t shared, int bytes, const char* what, Write write) {
+  require_aligned(global, 16, what);
+  if (bytes % 16 != 0) fail("%s of %d bytes, no multiple of 16", what, bytes);
   ++this_fiber().stores;
   this_fiber().stores_committed = false;
   start([=, fiber = &this_fiber()] {
+    std::vector<char> sources;
     for (int i = 0; i < bytes; i += 16) {
-      char const* const source = async_read(*fiber->block, shared + i, 16, "a TMA reduction");
-      float values[4];
-      std::memcpy(values, source, 16);
-      for (int j = 0; j < 4; ++j) global[i / 4 + j] += values[j];
+      char const* const source = async_read(*fiber->block, shared + i, 16, what);
+      sources.insert(sources.end(), source, source + 16);
     }
     --fiber->stores;
+    ++fiber->writes;
+    auto const write_all = [=] {
+      for (int i = 0; i < bytes; i += 16) {
+        write(global + i / int(sizeof(Element)), sources.data() + i);
+      }
+      --fiber->writes;
+    };
+    if (at_once()) return write_all();
+    fiber->block->writes.push_back(write_all);
+  });
+}
+
+}  // namespace
+
+void store_tma(char* global, uint32_t shared, int bytes) {
+  start_tma(global, shared, bytes, "a TMA store",
+            [](char* target, char const* source) { std::memcpy(target, source, 16); });
+}
+
+void reduce_add_tma(float* global, uint32_t shared, int bytes) {
+  start_tma(global, shared, bytes, "a TMA reduction", [](float* target, char const* source) {
+    float values[4];
+    std::memcpy(values, source, 16);
+    for (int j = 0; j < 4; ++j) target[j] += values[j];
   });
 }
 
@@ -258,6 +286,11 @@ void commit_tma_stores() { this_fiber().stores_committed = true; }
 void wait_tma_stores() {
   if (!this_fiber().stores_committed) fail("a wait for TMA stores that are not committed");
   wait_for({&this_fiber().stores, ~uint64_t(0), 0, true, "TMA stores"});
+}
+
+void wait_tma_stores_performed() {
+  wait_tma_stores();
+  wait_for({&this_fiber().writes, ~uint64_t(0), 0, true, "writes of TMA stores"});
 }
 
 }  // namespace emulator

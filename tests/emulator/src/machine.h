@@ -73,7 +73,8 @@ struct Fiber {
 
   uint64_t products = 0;        // started
   uint64_t product_groups = 0;  // committed
-  uint64_t stores = 0;          // of TMA, which reads shared memory
+  uint64_t stores = 0;          // of TMA, whose sources in shared memory have not been read
+  uint64_t writes = 0;          // of TMA stores that have been read
   bool stores_committed = true;
   uint32_t fences = 0;
   uint64_t cluster_generation = 0;  // in which it arrived at the barrier of the cluster
@@ -133,6 +134,7 @@ struct Block {
   std::vector<Warp> warps;
   NamedBarrier barriers[kNamedBarriers];
   std::vector<std::function<void()>> transfers;  // pending TMA copies
+  std::vector<std::function<void()>> writes;     // of TMA stores that have been read
 };
 
 // The running thread; null in the scheduler.

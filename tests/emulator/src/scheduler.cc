@@ -27,6 +27,7 @@ namespace {
 constexpr size_t kStackBytes = 256 << 10;
 constexpr long long kPatience = 20'000'000;  // turns without progress
 constexpr int kTransferOdds = 1024;
+constexpr int kWriteOdds = 8 * kTransferOdds;  // so that CTAs overtake writes that are not awaited
 constexpr int kSleepOdds = 256;
 constexpr int kLongestSleep = 4096;  // turns
 
@@ -154,10 +155,10 @@ bool run_warp(Block& block, int warp) {
   return ran;
 }
 
-void run_transfer(Block& block) {
-  auto const chosen = block.transfers.begin() + long(random_number() % block.transfers.size());
+void run_transfer(std::vector<std::function<void()>>& pending) {
+  auto const chosen = pending.begin() + long(random_number() % pending.size());
   std::function<void()> const transfer = std::move(*chosen);
-  block.transfers.erase(chosen);
+  pending.erase(chosen);
   transfer();
   note_progress();
 }
@@ -188,6 +189,7 @@ void retire(Block& block) {
   if (!block.transfers.empty()) {
     fail("block %u ends while %zu TMA copies are in flight", block.index, block.transfers.size());
   }
+  while (!block.writes.empty()) run_transfer(block.writes);
   for (Fiber& fiber : block.fibers) free_stacks.push_back(fiber.stack);
   for (Block*& other : block.cluster->blocks) {
     if (other == &block) other = nullptr;
@@ -217,7 +219,9 @@ void take_turn() {
   ++launch->turns;
   if (++launch->idle_turns > kPatience) fail_hanging();
   Block& block = *launch->blocks[random_number() % launch->blocks.size()];
-  if (!block.transfers.empty() && random_number() % kTransferOdds == 0) run_transfer(block);
+  if (!block.transfers.empty() && random_number() % kTransferOdds == 0)
+    run_transfer(block.transfers);
+  if (!block.writes.empty() && random_number() % kWriteOdds == 0) run_transfer(block.writes);
   for (int attempt = 0; attempt < 8; ++attempt) {
     if (run_warp(block, int(random_number() % block.warps.size()))) return;
   }
@@ -234,7 +238,8 @@ void take_turn() {
   }
   if (wake_all()) return;
   for (auto const& any : launch->blocks) {
-    if (!any->transfers.empty()) return run_transfer(*any);
+    if (!any->transfers.empty()) return run_transfer(any->transfers);
+    if (!any->writes.empty()) return run_transfer(any->writes);
   }
   fail_hanging();
 }

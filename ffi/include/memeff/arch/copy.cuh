@@ -237,6 +237,16 @@ CUTE_DEVICE unsigned long long load_acquire(unsigned long long const* address) {
   return value;
 }
 
+// Raises such a word to at least `value`. Returns what it was.
+CUTE_DEVICE int max_acquire(int* address, int value) {
+  int old;
+  asm volatile("atom.acquire.gpu.global.max.s32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(address), "r"(value)
+               : "memory");
+  return old;
+}
+
 // Adds four floats to global memory. The order among threads is undefined, so the sum's last bits
 // vary.
 CUTE_DEVICE void reduce_add(float* address, float x, float y, float z, float w) {

@@ -56,6 +56,13 @@ CUTE_DEVICE void reduce_add_tma(float* global, uint32_t shared, int bytes) {
       : "memory");
 }
 
+// Starts the copy of shared memory to contiguous global memory. `bytes` is a multiple of 16.
+CUTE_DEVICE void store_tma(void* global, uint32_t shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared), "r"(bytes)
+               : "memory");
+}
+
 // Commits this thread's stores and additions as a group.
 CUTE_DEVICE void commit_tma_stores() { cute::tma_store_arrive(); }
 
@@ -69,5 +76,8 @@ CUTE_DEVICE void wait_tma_stores_performed() {
 
 // Makes ordinary writes to shared memory visible to TMA and to wgmma.
 CUTE_DEVICE void fence_tma_store() { cute::tma_store_fence(); }
+
+// Orders the TMA operations on global memory that follow after what this thread has acquired.
+CUTE_DEVICE void fence_tma_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 }  // namespace memeff

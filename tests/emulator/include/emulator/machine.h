@@ -76,9 +76,11 @@ void load_cluster_box(void const* map, uint64_t& barrier, uint32_t shared, int c
                       int blocks);
 void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes);
 void store_box(void const* map, uint32_t shared, int const (&start)[4]);
+void store_tma(char* global, uint32_t shared, int bytes);
 void reduce_add_tma(float* global, uint32_t shared, int bytes);
 void commit_tma_stores();
 void wait_tma_stores();
+void wait_tma_stores_performed();
 // Makes earlier writes of this thread visible to TMA and to wgmma.
 void fence_async_proxy();
 

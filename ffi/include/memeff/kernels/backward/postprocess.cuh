@@ -6,6 +6,7 @@
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dq_sums/finished.cuh>
+#include <memeff/kernels/backward/dq_sums/first_store.cuh>
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
@@ -39,17 +40,18 @@ struct FmhaBackwardPostprocess {
       FinishedDq<Config>{params}.wait(item.batch, item.head);
     }
     Origin const origin = query_origin<Config>(shape, item.batch);
-    float const* const sums =
-        params.query_gradient_sum +
-        Tiles::tile_index(params, item.batch, item.head, item.tile) * Tiles::kQueryTileFloats;
+    long long const tile_index = Tiles::tile_index(params, item.batch, item.head, item.tile);
+    float const* const sums = params.query_gradient_sum + tile_index * Tiles::kQueryTileFloats;
+    bool const present = has_sums(params, tile_index);
 
     auto query_gradient = Tiles::QueryGrid::make_accumulators();  // (4, MMA_M, MMA_N)
     CUTE_UNROLL
     for (int m = 0; m < cute::size<1>(query_gradient); ++m) {
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
-        float4 const sum = *reinterpret_cast<float4 const*>(
+        float4 sum = *reinterpret_cast<float4 const*>(
             query_gradient_sums<Tiles::kThreads>(sums, query_gradient, m, n));
+        if (!present) sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         query_gradient(0, m, n) = sum.x * params.scale.gradient_scale;
         query_gradient(1, m, n) = sum.y * params.scale.gradient_scale;
         query_gradient(2, m, n) = sum.z * params.scale.gradient_scale;
@@ -73,6 +75,12 @@ struct FmhaBackwardPostprocess {
     // Hazard: this kernel must not end before the main kernel, because the next kernel waits for
     // this one only. If more than one CTA waited, they would occupy SMs.
     if (Config::kCountsKvBlocks && blockIdx.x == gridDim.x - 1) wait_for_kernel_before();
+  }
+
+  // Whether the main kernel has written the sums of a Q block.
+  CUTE_DEVICE static bool has_sums(BackwardParams const& params, long long tile_index) {
+    if constexpr (!Config::kStoresFirstDq) return true;
+    return params.query_gradient_states[tile_index] == FirstDqStore::kPresent;
   }
 };
 

@@ -1,5 +1,5 @@
-// Runs before the backward: computes the row statistics and zeroes the dq sums. One CTA per tile of
-// query rows.
+// Runs before the backward: computes the row statistics and zeroes the dq sums, or marks them as
+// absent. One CTA per tile of query rows.
 //
 //   delta = rowsum(dO * O) - dlse      (FlashAttention-2, algorithm 2, with the logsumexp's
 //   gradient)
@@ -11,6 +11,7 @@
 #include <memeff/core/vector.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dq_sums/finished.cuh>
+#include <memeff/kernels/backward/dq_sums/first_store.cuh>
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
@@ -57,7 +58,11 @@ struct FmhaBackwardPreprocess {
       if (first_row >= mask.query_length) return;  // hazard: the workspaces have no such tile
     }
     long long const tile_index = Tiles::tile_index(params, item.batch, item.head, item.tile);
-    if constexpr (Config::kQueryGradient) {
+    if constexpr (Config::kStoresFirstDq) {
+      if (threadIdx.x == 0) {
+        params.query_gradient_states[tile_index] = FirstDqStore::kAbsent;
+      }
+    } else if constexpr (Config::kQueryGradient) {
       float4* const sums = reinterpret_cast<float4*>(params.query_gradient_sum +
                                                      tile_index * Tiles::kQueryTileFloats);
       CUTE_UNROLL

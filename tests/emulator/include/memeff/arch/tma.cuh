@@ -29,9 +29,14 @@ CUTE_DEVICE void reduce_add_tma(float* global, uint32_t shared, int bytes) {
   emulator::reduce_add_tma(global, shared, bytes);
 }
 
+CUTE_DEVICE void store_tma(void* global, uint32_t shared, int bytes) {
+  emulator::store_tma(static_cast<char*>(global), shared, bytes);
+}
+
 CUTE_DEVICE void commit_tma_stores() { emulator::commit_tma_stores(); }
 CUTE_DEVICE void wait_tma_stores() { emulator::wait_tma_stores(); }
-CUTE_DEVICE void wait_tma_stores_performed() { emulator::wait_tma_stores(); }
+CUTE_DEVICE void wait_tma_stores_performed() { emulator::wait_tma_stores_performed(); }
 CUTE_DEVICE void fence_tma_store() { emulator::fence_async_proxy(); }
+CUTE_DEVICE void fence_tma_global() {}
 
 }  // namespace memeff

@@ -9,6 +9,7 @@
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dq_sums/add.cuh>
 #include <memeff/kernels/backward/dq_sums/finished.cuh>
+#include <memeff/kernels/backward/dq_sums/first_store.cuh>
 #include <memeff/schedule/dq_semaphore_sm90.cuh>
 
 namespace memeff {
@@ -49,9 +50,10 @@ struct RegisterDqSumsSm90 {
 };
 
 // Strategy 2: the consumers write the dQ of a Q block to shared memory and move on. One thread of
-// the producer's warpgroup adds it to the sums with a single TMA reduction. If the sums are
-// deterministic, the same thread polls the predecessor's semaphore and publishes the CTA's progress
-// once an addition has been performed, so consumers never wait for another CTA.
+// the producer's warpgroup stores it if it is the first, or adds it to the sums with a single TMA
+// reduction. If the sums are deterministic, the same thread polls the predecessor's semaphore and
+// publishes the CTA's progress once an addition has been performed, so consumers never wait for
+// another CTA.
 template <class Config, class Tiles>
 struct TmaDqSumsSm90 {
   static constexpr bool kOrdered = Config::kOrdersQueries;
@@ -82,15 +84,19 @@ struct TmaDqSumsSm90 {
     if (thread != kWarpSize) return;
     Order order(params, control, item);
     for_each_q_block<Config>(params, item, tiles, [&](int head, int tile, int position) {
-      float* const sums =
-          params.query_gradient_sum +
-          Tiles::tile_index(params, item.batch, head, tile) * Tiles::kQueryTileFloats;
-      order.begin(position);
+      long long const tile_index = Tiles::tile_index(params, item.batch, head, tile);
+      float* const sums = params.query_gradient_sum + tile_index * Tiles::kQueryTileFloats;
+      FirstDqStore first = order.begin(position, tile_index);
       control.tile.wait(stage);
-      reduce_add_tma(sums, shared_tile, kSharedBytes);
+      if (first.stores()) {
+        store_tma(sums, shared_tile, kSharedBytes);
+      } else {
+        reduce_add_tma(sums, shared_tile, kSharedBytes);
+      }
       commit_tma_stores();
       wait_tma_stores();
       control.tile.release(stage);
+      first.publish();
       order.end();
       stage.advance();
     });
@@ -122,13 +128,15 @@ struct TmaDqSumsSm90 {
  private:
   // Orders the additions of the one thread; positions are those of for_each_q_block().
   struct Semaphore {
+    BackwardParams const& params;
     DqSemaphore<Config> semaphore;
 
     CUTE_DEVICE Semaphore(BackwardParams const& params, Control const& control, WorkItem const&)
-        : semaphore(params, control.ticket) {}
-    CUTE_DEVICE void begin(int position) {
+        : params(params), semaphore(params, control.ticket) {}
+    CUTE_DEVICE FirstDqStore begin(int position, long long tile_index) {
       semaphore.publish(position);
       semaphore.wait(position);
+      return FirstDqStore::own(params, tile_index);
     }
     CUTE_DEVICE void end() { wait_tma_stores_performed(); }
     CUTE_DEVICE void finish() { semaphore.publish(kFinished); }
@@ -140,7 +148,9 @@ struct TmaDqSumsSm90 {
 
     CUTE_DEVICE NoSemaphore(BackwardParams const& params, Control const&, WorkItem const& item)
         : params(params), item(item) {}
-    CUTE_DEVICE void begin(int) {}
+    CUTE_DEVICE FirstDqStore begin(int, long long tile_index) {
+      return FirstDqStore::claim(params, tile_index);
+    }
     CUTE_DEVICE void end() {}
     CUTE_DEVICE void finish() {
       if constexpr (Config::kCountsKvBlocks) {
