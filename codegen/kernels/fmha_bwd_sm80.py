@@ -319,12 +319,17 @@ def summing_entry_points(
     return tuple(entries)
 
 
-def query_sums(spec: KernelSpec, sizes: Sizes, columns: int) -> Iterator[Workspace]:
-    """The f32 sums of dq with ``columns`` columns, and, if they are deterministic, a ticket counter
-    and the semaphore of each KV block (ffi/include/memeff/schedule/dq_semaphore.cuh).
+def query_sums(
+    spec: KernelSpec, sizes: Sizes, columns: int, has_states: bool = False
+) -> Iterator[Workspace]:
+    """The f32 sums of dq with ``columns`` columns, and the state of each Q block. If the sums are
+    deterministic, also a ticket counter and the semaphore of each KV block
+    (ffi/include/memeff/schedule/dq_semaphore.cuh).
     """
     if "query" in spec.gradients:
-        size = sizes.padded_queries(spec.tile.query) * columns
-        yield Workspace("query_gradient_sum", (size,))
+        rows = sizes.padded_queries(spec.tile.query)
+        yield Workspace("query_gradient_sum", (rows * columns,))
+        if has_states:
+            yield Workspace("query_gradient_states", (rows // spec.tile.query,), "int32")
     if spec.orders_queries:
         yield Workspace("semaphores", (1 + key_tiles(spec, sizes),), "int32")

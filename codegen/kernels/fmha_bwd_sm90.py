@@ -91,8 +91,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             128,
             2,
-            "a window spills 20 bytes more with statistics that are read ahead; most spills are "
-            "those of the producer's warpgroup",
+            "a window spills 20 bytes more with statistics read ahead, mostly in the producer",
             spill_bytes=48,
             tma_dq=True,
             key_stages=2,
@@ -244,8 +243,7 @@ class FmhaBwdSm90(WgmmaBackward):
 
     def _is_persistent(self, spec: KernelSpec) -> bool:
         """Persistent CTAs get equally many KV blocks, so all blocks must need the same work. CTAs
-        that add to dq in a fixed order, or share a KV block, take one each. Calls that need only
-        some of the gradients were not measured.
+        that order additions to dq, or share a KV block, take one. Few gradients are not measured.
         """
         free = spec.gradients == SPEC_GRADIENTS and not (spec.orders_queries or spec.split_q)
         return _tile(spec).key_stages > 1 and _needs_equal_work(spec) and free
@@ -258,9 +256,7 @@ class FmhaBwdSm90(WgmmaBackward):
         return _sums_by_tma(spec) and _needs_equal_work(spec) and free
 
     def stores_first_dq(self, spec: KernelSpec) -> bool:
-        """The thread that adds by TMA can wait for another CTA. Consumers that add from registers
-        would lose time.
-        """
+        """The thread that adds by TMA can wait for another CTA. Consumers would lose time."""
         return _sums_by_tma(spec)
 
     def _key_stages(self, spec: KernelSpec) -> int:
@@ -370,10 +366,7 @@ class FmhaBwdSm90(WgmmaBackward):
         and each KV block has a counter.
         """
         yield from super().workspaces(spec, sizes, multiprocessors)
-        yield from query_sums(spec, sizes, dq_columns(spec))
-        if self.stores_first_dq(spec):
-            tiles = sizes.padded_queries(spec.tile.query) // spec.tile.query
-            yield Workspace("query_gradient_states", (tiles,), "int32")
+        yield from query_sums(spec, sizes, dq_columns(spec), self.stores_first_dq(spec))
         if spec.split_q:
             columns = {"key": spec.padded_head_dim, "value": spec.padded_value_dim}
             parts = sum(columns[name] for name in columns if name in spec.gradients)
