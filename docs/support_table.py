@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_memeff.codegen.features import BIAS, FEATURES, together
+from jax_memeff.codegen.features import BIAS, FEATURES, PAGES, together
 from jax_memeff.codegen.problem import GRADIENTS, Problem
 from jax_memeff.codegen.select import select
 from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
@@ -44,7 +44,7 @@ class Row:
         """Tangents have kernels on Hopper; others are computed on the blockwise path. Paged calls
         have no derivative.
         """
-        if any("pages" in asked for asked in self.features):
+        if any(asked.get("pages", PAGES.off).size for asked in self.features):
             return "no"
         return "yes" if self._cell("tangent") == "yes" else "blockwise"
 

@@ -125,14 +125,15 @@ def dot_product_attention(
             -inf means no sink, and inf takes the whole row: the output and the gradients of keys
             are 0. Sinks are differentiable; soft cap, bias, masks and dropout do not change them.
         dropout_rate: A static number in [0, 1), rounded to the nearest multiple of 1/256, which
-            :func:`jax_memeff.dropout.realised_rate` returns.
+            :func:`jax_memeff.dropout.realised_rate` returns. A rate above 0 that rounds to 0, or
+            one that rounds to 1, raises an error.
         dropout_key: A key of ``jax.random.key`` or ``jax.random.PRNGKey``. The same key drops the
             same elements on every platform, tiling and sharding of the call.
         offsets: The place of these arrays in a larger problem, for windows and dropout: see
             :class:`jax_memeff.Offsets`.
-        precision: How CUDA kernels multiply f32 inputs: with 3xTF32 or 3xFP16 for None, ``"high"``
-            and ``"highest"`` (or the members of ``jax.lax.Precision``), with TF32 for
-            ``"default"``.
+        precision: How CUDA kernels multiply f32 inputs: with three TF32 or float16 products for
+            None, ``"high"`` and ``"highest"`` (or the members of ``jax.lax.Precision``), with one
+            TF32 product for ``"default"``.
         deterministic_backward: Every gradient is bit-equal from run to run. The output always is,
             and so are the gradients of key and value if N == K.
         value_dim: Hv if ``value`` is None, a Python integer. The columns are copied;
@@ -167,8 +168,8 @@ def dot_product_attention(
 
     Intended differences from ``jax.nn.dot_product_attention``: a row without keys gives 0, not the
     mean of the values; the residual is f32 and differentiable; garbage beyond the lengths never
-    affects a result; Hv may differ from H; lengths may have any integer dtype; bias and mask are
-    left-padded to rank 4; ``implementation="cudnn"`` raises an error.
+    affects a result; Hv may differ from H; lengths may have any integer dtype;
+    ``implementation="cudnn"`` raises an error.
 
     >>> import jax, jax.numpy as jnp, jax_memeff
     >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 128, 8, 64))

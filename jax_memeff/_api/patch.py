@@ -28,6 +28,8 @@ _TAKEN = {
 }
 """The arguments of ``jax.nn.dot_product_attention`` that this library has too."""
 
+_IGNORED_IMPLEMENTATIONS = ("xla", "cudnn")
+
 # A signal handler may open or end a patch while its thread does the same.
 _lock = threading.RLock()
 _open: list[JaxNNPatch] = []
@@ -63,17 +65,18 @@ class JaxNNPatch:
             if self._is_entered or self not in _open:
                 state = "already has a with block" if self in _open else "has ended"
                 raise RuntimeError(
-                    f"expected an open patch without a with block, but this one {state}; write "
-                    "with jax_memeff.patch_jax_nn(): for each block"
+                    f"expected an open patch without a with block, but this one {state}; open a "
+                    "new patch for each block: `with jax_memeff.patch_jax_nn():`"
                 )
             self._is_entered = True
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises ``TypeError``, and ends the patch, which nobody could end any more."""
+        """Raises ``TypeError``, and ends the patch, to which nothing else may refer."""
         self.undo()
         raise TypeError(
-            "patch_jax_nn() is no decorator: write with jax_memeff.patch_jax_nn(): in the function"
+            "patch_jax_nn() is not a decorator, got a call; write `with "
+            "jax_memeff.patch_jax_nn():` inside the function"
         )
 
     def __exit__(
@@ -164,10 +167,12 @@ def _wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         reason = _only_jax_nn(signature, call.arguments)
         if reason is not None:
-            _say(f"left to jax.nn: {reason}")
+            _say(f"runs on jax.nn, because {reason}")
             return original(*args, **kwargs)
         implementation = call.arguments.get("implementation")
-        _say(f"taken, with implementation={implementation!r}")
+        ignored = implementation in _IGNORED_IMPLEMENTATIONS
+        detail = f", which ignores implementation={implementation!r}" if ignored else ""
+        _say(f"runs on jax_memeff{detail}")
         return _attention(**{name: x for name, x in call.arguments.items() if name in _TAKEN})
 
     return dot_product_attention
@@ -201,7 +206,7 @@ def _attention(
     query_lengths, key_lengths = (
         None if x is None else jnp.asarray(x) for x in (query_seq_lengths, key_value_seq_lengths)
     )
-    if implementation in ("xla", "cudnn"):
+    if implementation in _IGNORED_IMPLEMENTATIONS:
         implementation = None
     if implementation is None and query.dtype == jnp.float64:
         implementation = "xla"

@@ -105,7 +105,9 @@ def varlen_attention(
             output 0, logsumexp -inf and gradients 0, and nothing in them, NaN included, affects a
             result. A sequence may be empty.
         cu_seqlens_k: ``[B + 1]`` integers, likewise.
-        max_seqlen_q: A Python integer. Memory does not depend on it; run time does, slightly.
+        max_seqlen_q: A Python integer. Memory and run time hardly depend on it, except that a block
+            mask (segment ids, boolean masks, mask functions) has tiles for so many positions of
+            every sequence.
         max_seqlen_k: A Python integer, likewise.
         bias: As in ``dot_product_attention``, but T is ``max_seqlen_q`` and S is ``max_seqlen_k``.
         mask: Likewise, with the same B, T and S; lengths of a ``Mask`` shorten the sequences, and

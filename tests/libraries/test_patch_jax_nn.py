@@ -40,13 +40,15 @@ def test_a_patch_has_one_block():
     patch = patch_jax_nn()
     with patch, pytest.raises(RuntimeError, match="already has a with block"):
         patch.__enter__()
-    with pytest.raises(RuntimeError, match="has ended; write with jax_memeff"):
+    with pytest.raises(RuntimeError, match="has ended; open a new patch"):
         patch.__enter__()
     assert jax.nn.dot_product_attention is ORIGINAL
 
 
 def test_a_patch_is_no_decorator():
-    with pytest.raises(TypeError, match=r"no decorator: write with jax_memeff.patch_jax_nn"):
+    with pytest.raises(
+        TypeError, match=r"not a decorator, got a call; write `with jax_memeff.patch_jax_nn"
+    ):
         patch_jax_nn()(call)
     assert jax.nn.dot_product_attention is ORIGINAL
 

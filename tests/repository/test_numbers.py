@@ -77,7 +77,7 @@ STATED = [
     ),
     (
         "docs/guide/masks.md",
-        r"up to ([\d,]+) rows and columns, each part is a single element",
+        r"a part is a single element up to ([\d,]+) rows and columns",
         [block_mask._MOST_EVALUATIONS**0.5],
     ),
     ("docs/guide/serving.md", r"must fit in (\d+) MiB", [strategy._MOST_SEGMENT_BYTES // 2**20]),
