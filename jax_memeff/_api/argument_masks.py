@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from jax import export
 
 from jax_memeff._call import values
 from jax_memeff._call.mask import Mask, checks
@@ -27,7 +28,7 @@ def padded_lengths(
     def checked(name: str, longest: int) -> Any:
         if arguments[name] is None:
             return None
-        array = values.array(name, arguments[name])
+        array = values.integers(name, arguments[name])
         if array.ndim == 0 and not batched:
             array = array.reshape(1)
         return checks.lengths(name, array, batch, longest)
@@ -96,8 +97,9 @@ def cu_seqlens(
 def _cu_seqlens_in_range(name: str, value: np.ndarray, total: int, longest: int) -> None:
     """From 0 to the number of tokens, never decreasing, no sequence too long."""
     numbers = [int(x) for x in value]
+    most = values.INT32_MAX if export.is_symbolic_dim(total) else total
     for index, number in enumerate(numbers):
-        if not 0 <= number <= total:
+        if not 0 <= number <= most:
             raise ValueError(
                 f"{name} must be in [0, {total}], the number of tokens, got {number} at index "
                 f"{index}"

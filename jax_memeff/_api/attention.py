@@ -15,7 +15,7 @@ from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.values import flag
+from jax_memeff._call.values import flag, require_static_sequences
 
 
 @overload
@@ -121,7 +121,8 @@ def dot_product_attention(
             With ``offsets`` the indices are those of the whole problem. See the guide on functions.
         sinks: ``[N]`` in float32 or query's dtype: a logit for each head that takes part in the
             softmax and has no value (gpt-oss; "attention sinks", https://arxiv.org/abs/2309.17453).
-            The logsumexp includes the sink; a row without keys gives 0, with the sink as logsumexp.
+            The logsumexp includes the sink; a row without keys gives 0, with the sink as logsumexp
+            (-inf beyond ``query_seq_lengths``).
             -inf means no sink, and inf takes the whole row: the output and the gradients of keys
             are 0. Sinks are differentiable; soft cap, bias, masks and dropout do not change them.
         dropout_rate: A static number in [0, 1), rounded to the nearest multiple of 1/256, which
@@ -211,6 +212,8 @@ def prepare(
     has_values = value is not None
     query, key, value = argument_arrays.projections(query, key, value if has_values else key)
     argument_arrays.query_key_value(query, key, value)
+    shapes = {"query": query.shape[-3:], "key": key.shape[-3:], "value": value.shape[-3:]}
+    require_static_sequences(**shapes)
     names = ("key", "value")
     if (dim := latent_dim(value_dim, has_values, key.shape[-1], names)) is not None:
         value = key[..., :dim]

@@ -14,7 +14,7 @@ from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.operands.arrays import QkvPackedOperands
-from jax_memeff._call.values import flag
+from jax_memeff._call.values import flag, require_static_sequences
 
 
 @overload
@@ -119,6 +119,7 @@ def prepare(
     batched = qkv.ndim == 5
     if not batched:
         qkv = qkv[None]
+    require_static_sequences(qkv=qkv.shape[1:])
     batch, length, _, heads, head_dim = qkv.shape
     options, combined, arrays = common(
         qkv.dtype, head_dim, (batch, heads, length, length), bias, mask, named

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import export, lax
+from jax import lax
 
 from jax_memeff._blockwise import functions, pages
 from jax_memeff._blockwise.blocks import Blocks, blocks
@@ -25,7 +25,7 @@ from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.operands.gradients import captured_name
 from jax_memeff._call.options import Options
-from jax_memeff._call.values import require_static, score_dtype
+from jax_memeff._call.values import likely_batch, score_dtype
 
 LONGEST_BLOCK = 512
 _SHORTEST_BLOCK = 64
@@ -36,9 +36,6 @@ Measured on two CPU cores, H = 64, T = 1024, forward and backward. With 4 heads,
 0.85 of the time of 256. With 8 heads a tile of 512 has 2**21 elements and takes 1.4 times as long.
 With B = 8 and 8 heads at T = 512, blocks of 128 take 0.5 of the time of 256.
 """
-
-_ASSUMED_BATCH = 8
-"""The batch size assumed for a symbolic one, which is unknown when block sizes are chosen."""
 
 
 def has_probabilities(lse: jax.Array) -> jax.Array:
@@ -84,13 +81,6 @@ class Problem:
     @classmethod
     def of(cls, operands: Operands, options: Options) -> Problem:
         query, key, value, mask = operands.query, operands.key, operands.value, operands.mask
-        require_static(
-            {"query": query.shape[1:], "key": key.shape[1:], "value": value.shape[1:]},
-            where="only the batch size may be symbolic on the blockwise path",
-            remedy="export a program for each size, or one for the longest sequence and pass "
-            "query_seq_lengths and key_value_seq_lengths; varlen_attention takes a symbolic "
-            "number of tokens",
-        )
         batch, _, heads, _ = query.shape
         is_paged = operands.pages is not None
         if mask.key_lengths is not None and not is_paged:
@@ -101,8 +91,9 @@ class Problem:
             )
         accumulator = score_dtype(query.dtype)
         longest = LONGEST_BLOCK
-        likely_batch = _ASSUMED_BATCH if export.is_symbolic_dim(batch) else batch
-        while longest > _SHORTEST_BLOCK and likely_batch * heads * longest**2 > _LARGEST_TILE:
+        while (
+            longest > _SHORTEST_BLOCK and likely_batch(batch) * heads * longest**2 > _LARGEST_TILE
+        ):
             longest //= 2
         return cls(
             operands,

@@ -96,6 +96,8 @@ def is_host(value: Any) -> bool:
 
 def integers(name: str, value: Any) -> Any:
     """``value`` as an array of integers."""
+    if isinstance(value, (list, tuple)) and not value:
+        value = np.zeros(0, np.int32)  # NumPy would choose a float
     value = array(name, value)
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got dtype {value.dtype}; pass .astype('int32')")
@@ -210,6 +212,24 @@ def require_static(shapes: Mapping[str, Sequence[int]], where: str, remedy: str)
             sizes = ", ".join(map(str, shape))
             reasons = [f"{where}, got {name} [{sizes}]", remedy]
             raise UnsupportedError(reasons, "a size is symbolic that must be static")
+
+
+def require_static_sequences(**shapes: Sequence[int]) -> None:
+    """Raise for symbolic sizes among the shapes without the batch size of padded sequences, or
+    without the number of tokens of packed ones.
+    """
+    require_static(
+        shapes,
+        where="only the batch size may be symbolic, and only on the blockwise path",
+        remedy="export a program for each size, or one for the longest sequence and pass "
+        "query_seq_lengths and key_value_seq_lengths; varlen_attention takes a symbolic number of "
+        "tokens",
+    )
+
+
+def likely_batch(batch: int) -> int:
+    """A batch size for heuristics. A symbolic one is not known when they are evaluated."""
+    return 8 if export.is_symbolic_dim(batch) else batch
 
 
 def require_countable(name: str, shape: Sequence[int]) -> None:

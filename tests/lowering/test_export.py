@@ -20,6 +20,7 @@ from jax_memeff.flax import attention_fn
 B, T, S, N, K, H = 3, 20, 24, 4, 2, 8
 ATTENTION: Any = jax_memeff.dot_product_attention
 VARLEN: Any = jax_memeff.varlen_attention
+DIAGONALS = Mask.function(lambda b, h, q, k: (q + k + b) % 3 > 0)
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +221,61 @@ def test_other_symbolic_sizes_are_an_error(shapes):
     with pytest.raises(UnsupportedError, match="only the batch size may be symbolic") as caught:
         export(ATTENTION, query, key, key)
     assert "one for the longest sequence" in str(caught.value)
+
+
+@pytest.mark.parametrize("lengths", [jnp.array([5, 6]), np.array([5, 6])], ids=["jax", "numpy"])
+def test_lengths_do_not_hide_the_error_of_a_symbolic_length(lengths):
+    operand, qkv = (
+        shape(*jax.export.symbolic_shape(text)) for text in ("2, t, 4, 8", "2, t, 3, 4, 8")
+    )
+    packed = functools.partial(
+        jax_memeff.dot_product_attention_packed, key_value_seq_lengths=lengths
+    )
+    padded = functools.partial(ATTENTION, key_value_seq_lengths=lengths)
+    for function, operands in ((padded, (operand,) * 3), (packed, (qkv,))):
+        with pytest.raises(UnsupportedError, match="only the batch size may be symbolic"):
+            export(function, *operands)
+
+
+def test_block_masks_of_a_symbolic_length_are_an_error():
+    operand = shape(*jax.export.symbolic_shape("2, t, 4, 8"))
+    with pytest.raises(UnsupportedError, match=r"may be symbolic, .* got scores \[t, t\]"):
+        export(
+            lambda query: ATTENTION(query, query, query, mask=DIAGONALS.blocks(query, query)),
+            operand,
+        )
+
+
+def block_lists(query):
+    lists = jnp.zeros((query.shape[0], 1, 3, 1), jnp.int32)
+    return Mask.kv_blocks(lists, block_size=8)
+
+
+@pytest.mark.parametrize("mask", [lambda query: DIAGONALS, block_lists], ids=["function", "lists"])
+@pytest.mark.parametrize("has_offsets", [False, True])
+def test_block_masks_of_a_symbolic_batch(mask, has_offsets):
+    def attention(query):
+        offsets = jax_memeff.Offsets(query=jnp.arange(query.shape[0])) if has_offsets else None
+        blocks = mask(query).blocks(query, query, offsets)
+        return ATTENTION(query, query, query, mask=blocks, offsets=offsets)
+
+    operand = shape(*jax.export.symbolic_shape("b, 20, 4, 8"))
+    query = draw(operand, {"b": 3}, 0)
+    for function in (attention, gradients(attention, 0)):
+        assert_same_results(export(function, operand), function, query)
+
+
+@pytest.mark.parametrize("starts", [np.array([0, 4, 9]), np.array([0, -4, 9])], ids=str)
+def test_starts_of_a_symbolic_number_of_tokens(starts):
+    def attention(tokens):
+        return VARLEN(tokens, tokens, tokens, starts, starts, 9, 9)
+
+    operand = shape(*jax.export.symbolic_shape("t, 4, 8"))
+    if starts[1] < 0:
+        with pytest.raises(ValueError, match=r"cu_seqlens_q must be in \[0, t\]"):
+            export(attention, operand)
+        return
+    assert_same_results(export(attention, operand), attention, draw(operand, {"t": 9}, 0))
 
 
 @pytest.mark.parametrize("scale", [None, 0.5])

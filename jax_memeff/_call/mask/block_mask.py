@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_memeff._call import values
 from jax_memeff._call.mask.ranges import Range, bounds
 from jax_memeff._call.mask.ranges.bounds import Captured
 from jax_memeff._call.offsets import Position
@@ -65,7 +66,9 @@ class Indices(NamedTuple):
     def sizes(self) -> tuple[int, int]:
         """B and N of the block mask."""
         of_batch = self.batch, self.first_row, self.first_column
-        return *np.broadcast_shapes(*(x.shape for x in of_batch)), self.head.size
+        # The batch size of an exported program may be symbolic.
+        (batch,) = jnp.broadcast_shapes(*(x.shape for x in of_batch))
+        return batch, self.head.size
 
 
 def conjunction(masks: Sequence[jax.Array]) -> jax.Array:
@@ -186,7 +189,8 @@ def _of_parts(
     program: Program, indices: Indices, captured: Sequence[Captured], tiling: Tiling
 ) -> jax.Array:
     """The block mask of a function, from the bounds of the parts of each tile."""
-    tiles = math.prod((*indices.sizes, *tiling.counts))
+    batch, heads = indices.sizes
+    tiles = math.prod((values.likely_batch(batch), heads, *tiling.counts))
     part = _part(tiling.tile, _MOST_EVALUATIONS // max(tiles, 1))
 
     def of_batch(x: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_memeff._call import values
 from jax_memeff._call.mask import block_mask, expression
 from jax_memeff._call.mask.block_mask import ALL, NONE, SOME, Indices, Tiling
 from jax_memeff._call.mask.ranges.bounds import Captured
@@ -30,6 +31,7 @@ def with_blocks(mask: Mask, scores: tuple[int, int, int, int], offsets: Offsets 
     ``Mask.function``, lists of blocks, traced windows, ``|`` and ``~``.
     """
     batch, _, rows, columns = scores
+    values.require_static_sequences(scores=(rows, columns))
     canonical = mask.canonical(batch, rows, columns)
     frame = expression.Frame.of(canonical, (rows, columns), offsets)
     if canonical.traced_windows:
@@ -82,8 +84,8 @@ def _of_function(
 ) -> jax.Array:
     offsets = Offsets() if offsets is None else offsets
     depends = mask.functions[0].dependence(mask.functions[0].results[0])
+    per_batch = "batch" in depends or any(x.ndim > 0 for x in offsets.position())
     firsts = [x.reshape(-1) for x in offsets.position()]
-    per_batch = "batch" in depends or any(x.size > 1 for x in firsts)
     batch, head = (
         jnp.asarray(first).astype(jnp.int32) + lax.iota(jnp.int32, size if is_read else 1)
         for first, size, is_read in (
