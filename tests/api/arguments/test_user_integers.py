@@ -258,3 +258,9 @@ def test_flat_tokens_beyond_int32_raise():
             lambda starts, *arrays: jax_memeff.paged_attention(*arrays, query_starts=starts),
             *(starts, tokens, pool, pool, table, lengths),
         )
+
+
+def test_an_empty_list_has_integers():
+    query = jnp.zeros((0, 3, 1, 2))
+    out = jax_memeff.dot_product_attention(query, query, query, key_value_seq_lengths=[])
+    assert out.shape == query.shape
