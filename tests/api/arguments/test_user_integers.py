@@ -262,5 +262,6 @@ def test_flat_tokens_beyond_int32_raise():
 
 def test_an_empty_list_has_integers():
     query = jnp.zeros((0, 3, 1, 2))
-    out = jax_memeff.dot_product_attention(query, query, query, key_value_seq_lengths=[])
+    lengths: Any = []
+    out = jax_memeff.dot_product_attention(query, query, query, key_value_seq_lengths=lengths)
     assert out.shape == query.shape
