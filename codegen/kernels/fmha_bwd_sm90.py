@@ -242,8 +242,8 @@ class FmhaBwdSm90(WgmmaBackward):
         return reasons
 
     def _is_persistent(self, spec: KernelSpec) -> bool:
-        """Persistent CTAs get equally many KV blocks, so all blocks must need the same work. CTAs
-        that order additions to dq, or share a KV block, take one. Few gradients are not measured.
+        """Persistent CTAs get equally many KV blocks, so all must need the same work. CTAs that
+        order additions, or share a KV block, take one. Calls for some gradients were not measured.
         """
         free = spec.gradients == SPEC_GRADIENTS and not (spec.orders_queries or spec.split_q)
         return _tile(spec).key_stages > 1 and _needs_equal_work(spec) and free

@@ -35,6 +35,18 @@ def float_dtype(name: str, value: Any) -> None:
 
 def query_key_value(query: Any, key: Any, value: Any) -> None:
     """Ranks, dims and dtypes of the three, before anything is reshaped."""
+    _alike(query, key, value)
+    _static(query, key, value, dims=3)
+
+
+def _static(*operands: Any, dims: int) -> None:
+    """Raise for symbolic sizes among the last ``dims``."""
+    named = zip(("query", "key", "value"), operands, strict=True)
+    values.require_static_sequences(**{name: x.shape[-dims:] for name, x in named})
+
+
+def _alike(query: Any, key: Any, value: Any) -> None:
+    """The checks that padded and packed operands share."""
     named = {"query": query, "key": key, "value": value}
     layouts = {"query": "[B, T, N, H]", "key": "[B, S, K, H]", "value": "[B, S, K, Hv]"}
     for name, operand in named.items():
@@ -89,7 +101,8 @@ def tokens(query: Any, key: Any, value: Any) -> None:
                 f"{layout} must have rank 3, because the sequences follow one another, got shape "
                 f"{operand.shape}"
             )
-    query_key_value(query, key, value)
+    _alike(query, key, value)
+    _static(query, key, value, dims=2)
 
 
 def qkv(value: Any) -> jax.Array:

@@ -15,7 +15,7 @@ from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.values import flag, require_static_sequences
+from jax_memeff._call.values import flag
 
 
 @overload
@@ -212,8 +212,6 @@ def prepare(
     has_values = value is not None
     query, key, value = argument_arrays.projections(query, key, value if has_values else key)
     argument_arrays.query_key_value(query, key, value)
-    shapes = {"query": query.shape[-3:], "key": key.shape[-3:], "value": value.shape[-3:]}
-    require_static_sequences(**shapes)
     names = ("key", "value")
     if (dim := latent_dim(value_dim, has_values, key.shape[-1], names)) is not None:
         value = key[..., :dim]

@@ -22,7 +22,7 @@ from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.options import Options
-from jax_memeff._call.values import flag, require_static_sequences
+from jax_memeff._call.values import flag
 from jax_memeff._ring import all_to_all, derivatives
 from jax_memeff._ring.forward_backward import valid_rows
 from jax_memeff._ring.products import Method, Ring
@@ -178,8 +178,6 @@ def ring_attention(
     devices = _devices(axis_name)
     query, key, value = argument_arrays.projections(query, key, value)
     argument_arrays.query_key_value(query, key, value)
-    shapes = {"query": query.shape[-3:], "key": key.shape[-3:], "value": value.shape[-3:]}
-    require_static_sequences(**shapes)
     batched = query.ndim == 4
     if not batched:
         query, key, value = query[None], key[None], value[None]

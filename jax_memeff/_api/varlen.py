@@ -16,7 +16,7 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.sequences import Sequences, starts_and_lengths
-from jax_memeff._call.values import flag, require_static_sequences
+from jax_memeff._call.values import flag
 
 
 @overload
@@ -176,8 +176,6 @@ def prepare(
     named = with_defaults(CommonArguments, arguments)
     query, key, value = argument_arrays.projections(query, key, value)
     argument_arrays.tokens(query, key, value)
-    shapes = {"query": query.shape[1:], "key": key.shape[1:], "value": value.shape[1:]}
-    require_static_sequences(**shapes)
     total_q, heads, head_dim = query.shape
     total_k = key.shape[0]
     longest_q = argument_numbers.max_seqlen("max_seqlen_q", max_seqlen_q)

@@ -21,6 +21,7 @@ struct RegisterDqSumsSm90 {
   using Semaphore = cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>,
                                         NoDqSemaphoreSm90<Config>>;
   using Control = typename Semaphore::Control;
+  static_assert(!Config::kStoresFirstDq);
   static constexpr int kSharedBytes = 0;
 
   // Called by one thread, before the first barrier of the CTA.
@@ -57,6 +58,7 @@ struct RegisterDqSumsSm90 {
 template <class Config, class Tiles>
 struct TmaDqSumsSm90 {
   static constexpr bool kOrdered = Config::kOrdersQueries;
+  static_assert(Config::kStoresFirstDq);
   static constexpr int kSharedBytes = Tiles::kQueryTileFloats * int(sizeof(float));
 
   // In shared memory.
