@@ -19,7 +19,7 @@ from jax_memeff.codegen.problem import (
     Problem,
 )
 from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec, Row
-from jax_memeff.codegen.strategy import PLAIN, QUERY_ROWS, Strategy, of_direction
+from jax_memeff.codegen.strategy import ONE_TILE_FEATURES, PLAIN, QUERY_ROWS, Strategy, of_direction
 from jax_memeff.codegen.support import (
     family_reasons,
     has_room,
@@ -52,6 +52,12 @@ _COMMON_BIAS = {"bias": AskedBias("16", "common")}
 _STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
     *(({}, Strategy(query_rows=rows)) for rows in QUERY_ROWS),
     ({"mask": "causal"}, Strategy(query_rows="128")),
+    ({"mask": "causal"}, Strategy(query_rows="256")),
+    *(
+        (alone, Strategy(query_rows="256"))
+        for feature in ONE_TILE_FEATURES
+        for alone in feature.alone
+    ),
     ({"varlen": True}, Strategy(query_rows="consumer_groups")),
     (features.together(), Strategy(query_rows="consumer_groups")),
     ({}, Strategy(split_q=True)),

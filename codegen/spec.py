@@ -392,6 +392,7 @@ class KernelSpec:
             self.padded_value_dim,
             self.tile.query if self.kernel.splits_keys else math.inf,
             -self.tile.query * self.tile.key,
+            -self.tile.query,
             *(feature.sort_key(self[feature]) for feature in registry.FEATURES),
             -len(self.gradients),
             self.gradients,

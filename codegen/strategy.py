@@ -18,8 +18,8 @@ from jax_memeff.codegen.features.mask import MASK, MaskKind
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes
 
-QueryRows = Literal["16", "32", "64", "128", "consumer_groups"]
-QUERY_ROWS: tuple[QueryRows, ...] = ("16", "32", "64", "128", "consumer_groups")
+QueryRows = Literal["16", "32", "64", "128", "256", "consumer_groups"]
+QUERY_ROWS: tuple[QueryRows, ...] = ("16", "32", "64", "128", "256", "consumer_groups")
 
 MULTIPROCESSORS = 132
 """The number on an H100 and on an H200. A program is lowered before its device is known, so this is
@@ -37,15 +37,24 @@ of one head may have a block mask, for which warps with 32 rows have no register
 """
 _PLAIN_ROWS = 128
 _LARGE_ROWS = 192
-"""The rows of the plain tile of a Hopper forward at ``SMALLER_TILE_DIM``."""
-SMALLER_TILE_DIM = 64
-"""The head dim at which some calls of a Hopper forward take a tile of 128 instead of 192 rows."""
+"""The rows of the plain tile of a Hopper forward at the head dims of ``_FILLED_ROWS``."""
+_FILLED_ROWS: Mapping[int, tuple[QueryRows, ...]] = {32: ("256",), 64: ("128", "256")}
 _FILLED_TILES: Mapping[MaskKind, tuple[tuple[int, int], ...]] = {
     "none": ((2, 2),),
     "causal": ((1, 1), (2, 2), (4, 5)),
 }
-"""The numbers of tiles of a head, of 192 and of 128 rows, with which the smaller ones are faster:
-queries up to 128, from 193 to 256, and from 577 to 640 (docs/tuning/sm90_forward.md)."""
+"""The numbers of tiles of a head, of 192 and of 128 rows, with which the smaller ones are faster at
+head dim 64: queries up to 128, from 193 to 256, and from 577 to 640
+(docs/tuning/sm90_forward.md)."""
+ONE_TILE_FEATURES = (
+    features.LENGTHS,
+    features.SEGMENTS,
+    features.SOFT_CAP,
+    features.DROPOUT,
+    features.BIAS,
+)
+"""Features of calls that may have a tile of 256 rows, besides a causal mask at head dim 32. Others
+were not measured."""
 _WARPGROUP_ROWS = 64
 _LEAST_Q_BLOCKS = 4
 """Q blocks of 64 rows for each CTA of a split-Q backward; with fewer, the sums take longer."""
@@ -85,7 +94,8 @@ class Strategy:
     ``"16"``, ``"32"`` and ``"64"`` split the keys over CTAs, in tiles of this many rows (some GPUs
     have no tile of 32 and use that of 64); ``"consumer_groups"`` splits them over the consumer
     groups of one CTA. No kernel splits the keys of float32. ``"128"`` splits nothing, but excludes
-    larger tiles, for queries that do not fill them. ``split_q`` lets several CTAs of a
+    larger tiles, for queries that do not fill them, and with ``"256"`` one tile has all queries of
+    a head. ``split_q`` lets several CTAs of a
     backward share a KV block. ``mma_sync`` excludes the wgmma kernels of float32.
 
     Raises ``ValueError`` for a ``query_rows`` that does not exist.
@@ -103,7 +113,7 @@ class Strategy:
     @property
     def splits_keys(self) -> bool:
         """Whether CTAs or consumer groups divide the keys of a tile."""
-        return self.query_rows not in (None, "128")
+        return self.query_rows not in (None, "128", "256")
 
     def __str__(self) -> str:
         """The words that differ from the default."""
@@ -219,18 +229,36 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     saves_tiles = _split_time(split_tiles, sizes.keys, multiprocessors) < by_tiles
     if rows <= 64 or few_tiles or saves_tiles:
         return "64"
-    return "128" if _fills_smaller_tiles(problem, sizes) else None
+    return _rows_to_fill(problem, sizes)
 
 
-def _fills_smaller_tiles(problem: Problem, sizes: Sizes) -> bool:
-    """Whether tiles of 128 rows were faster than those of 192. Features were not measured, and
-    ``select.closure`` has these tiles without features only.
+def filled_rows(head_dim: int, value_dim: int) -> tuple[QueryRows, ...]:
+    """The tiles that a Hopper forward with these padded head dims has besides those of 192 rows,
+    for queries that fill them.
+
+    >>> filled_rows(64, 64), filled_rows(64, 32)
+    (('128', '256'), ())
     """
+    return _FILLED_ROWS.get(head_dim, ()) if head_dim == value_dim else ()
+
+
+def _rows_to_fill(problem: Problem, sizes: Sizes) -> QueryRows | None:
+    """One of ``filled_rows``, if its tiles were faster than those of 192 rows."""
+    choices = filled_rows(problem.head_dim, problem.value_dim)
+    if not (gpu.has_wgmma(problem.arch) and choices):
+        return None
+    mask = problem[MASK]
+    asked = {feature for feature in features.FEATURES if problem.asks(feature)} - {MASK}
     tiles = tuple(-(-sizes.queries // rows) for rows in (_LARGE_ROWS, _PLAIN_ROWS))
-    has_choice = problem.head_dim == problem.value_dim == SMALLER_TILE_DIM
-    plain = {feature for feature in features.FEATURES if problem.asks(feature)} <= {MASK}
-    fills = tiles in _FILLED_TILES.get(problem[MASK], ())
-    return gpu.has_wgmma(problem.arch) and has_choice and plain and fills
+    if "128" not in choices:
+        fills_one = mask != "window"
+    else:
+        # With a part of a KV block, 64 masked keys take less time than 128.
+        fills_one = mask == "none" and (bool(asked) or sizes.keys % _PLAIN_ROWS > 0)
+    if fills_one and tiles == (2, 2) and asked <= {*ONE_TILE_FEATURES}:
+        return "256"
+    smaller = "128" in choices and not asked and tiles in _FILLED_TILES.get(mask, ())
+    return "128" if smaller else None
 
 
 def _takes_segments(problem: Problem, sizes: Sizes, rows: int, multiprocessors: int) -> bool:

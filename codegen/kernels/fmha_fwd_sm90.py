@@ -15,7 +15,7 @@ from jax_memeff.codegen.features.pages import key_box_rows
 from jax_memeff.codegen.functions.regions import block_sizes
 from jax_memeff.codegen.kernels.bases.families import (
     EVERY_MODIFIER,
-    PROBABILITY_MODIFIERS,
+    MASK_MODIFIERS,
     WARPGROUP_ROWS,
     modifiers,
     panel_columns,
@@ -26,7 +26,7 @@ from jax_memeff.codegen.kernels.bases.persistent_sm90 import PersistentSm90, Per
 from jax_memeff.codegen.launch import TensorMap
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import KernelSpec, Row
-from jax_memeff.codegen.strategy import SMALLER_TILE_DIM, Strategy
+from jax_memeff.codegen.strategy import Strategy, filled_rows
 
 _LEAST_TILE = 64
 """Each head dim has a tile whose rows and columns are this number or twice it."""
@@ -55,6 +55,8 @@ _COLUMN_ROW_BYTES = 64
 """A row of the constant operand of that product, for each key of a KV block."""
 
 _NO_BOOLEAN = modifiers("a boolean mask")
+_NO_MASK = modifiers(*MASK_MODIFIERS)
+_SCORE_OR_PROBABILITY = modifiers(*MASK_MODIFIERS, "bias")
 
 _GROUPS = Tile(
     64,
@@ -70,6 +72,16 @@ _SHORT_GROUPS = dataclasses.replace(
     _GROUPS, key=64, reason="as at head dim 64; a consumer group has two buffers of its own"
 )
 
+_ONE_TILE = Tile(
+    256,
+    64,
+    2,
+    "one work tile for 193 to 256 queries: at head dim 32, T 256 on an H100, 0.71 of the time of "
+    "mma.sync with a bias. Four consumers have no registers for 128 keys",
+    modifiers=_NO_BOOLEAN,
+    output_first=True,
+)
+
 TILES: Mapping[int, Sequence[Tile]] = {
     64: (
         _GROUPS,
@@ -77,18 +89,12 @@ TILES: Mapping[int, Sequence[Tile]] = {
             192,
             128,
             2,
-            "forward at T 8192 on an H200: 536 TFLOP/s, with exponentials under the product 507",
+            "three consumers read K and V a third less often than two. Forward at T 8192 on an "
+            "H200: 536 TFLOP/s, with exponentials under the product 507; with a bias at T 2048 on "
+            "an H100 0.88 of the time of two consumers",
+            modifiers=_NO_MASK,
             masks=("none", "causal"),
             output_first=True,
-        ),
-        Tile(
-            192,
-            128,
-            2,
-            "three consumers read K and V a third less often: 510 TFLOP/s at T 8192 on an H200, "
-            "with two 428",
-            modifiers=("soft cap", "user functions", *PROBABILITY_MODIFIERS),
-            masks=("none", "causal"),
         ),
         Tile(
             128,
@@ -97,6 +103,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "with three consumers a window and a boolean mask spill",
             modifiers=EVERY_MODIFIER,
         ),
+        _ONE_TILE,
     ),
     96: (
         _SHORT_GROUPS,
@@ -117,11 +124,11 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             128,
             2,
-            "forward at T 8192 on an H200: 663 TFLOP/s, with exponentials under the product 647",
-            masks=("none", "causal"),
+            "192 KB: two buffers of everything. Forward at T 8192 on an H200: 663 TFLOP/s, with "
+            "exponentials under the product 647",
+            modifiers=_NO_BOOLEAN,
             output_first=True,
         ),
-        Tile(128, 128, 2, "192 KB: two buffers of everything", modifiers=_NO_BOOLEAN),
         Tile(128, 64, 2, "a bias of 32 bits takes 36 KB, and 68 above", modifiers=_NO_BOOLEAN),
     ),
     192: (
@@ -129,8 +136,10 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             112,
             2,
-            "221 KB: forward at T 4096 on an H200: 681 TFLOP/s, with 96 keys 673",
+            "221 KB: forward at T 4096 on an H200: 681 TFLOP/s, with 96 keys 673; a soft cap at "
+            "T 2048 on an H100 takes 0.96 of the time with exponentials under the product",
             query_stages=1,
+            modifiers=_SCORE_OR_PROBABILITY,
             masks=("none",),
             output_first=True,
         ),
@@ -167,21 +176,11 @@ TILES: Mapping[int, Sequence[Tile]] = {
             80,
             2,
             "224 KB: forward at T 8192 on an H200: 708 TFLOP/s, with exponentials under the "
-            "product 678",
+            "product 678; with 64 keys 638, but at T 512 334 rather than 320",
             query_stages=1,
+            modifiers=_SCORE_OR_PROBABILITY,
             masks=("none",),
             output_first=True,
-        ),
-        Tile(
-            128,
-            80,
-            2,
-            "224 KB: 692 TFLOP/s at T 8192 on an H200, with 64 keys 638; causal 619, but at T 512 "
-            "320, with 64 keys 334",
-            query_stages=1,
-            modifiers=("user functions", *PROBABILITY_MODIFIERS),
-            masks=("none",),
-            spill_bytes=32,
         ),
         Tile(
             128,
@@ -211,10 +210,37 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
             128,
             2,
             "as at head dim 64; 292 TFLOP/s at T 4096 on an H200, with exponentials under the "
-            "product 282. Features are not measured",
+            "product 282",
+            modifiers=_NO_MASK,
             masks=("none", "causal"),
             output_first=True,
         ),
+        Tile(
+            192,
+            128,
+            2,
+            "a window of 1024 at T 16384 on an H100 takes 0.81 of the time of mma.sync, with "
+            "output first 0.87",
+            masks=("window",),
+        ),
+        Tile(
+            192,
+            128,
+            2,
+            "documents of 512 at T 2048 on an H100 take 0.86 of the time of mma.sync, with output "
+            "first 0.94",
+            modifiers=("segments",),
+            masks=("none", "causal"),
+        ),
+        Tile(
+            128,
+            128,
+            2,
+            "with three consumers a boolean mask spills, and so do windows and segments with "
+            "other features",
+            modifiers=EVERY_MODIFIER,
+        ),
+        _ONE_TILE,
     ),
     (48, 48): (
         Tile(192, 128, 2, "as at head dim 64", masks=("none", "causal"), output_first=True),
@@ -281,9 +307,15 @@ class FmhaFwdSm90(PersistentSm90):
         reasons = super().reasons(spec, problem, strategy)
         if spec.padded_head_dim in ALIGNED_DIMS and problem.head_dim % 16:
             reasons.append("TMA reads such rows at two thirds of its rate into panels of 64 bytes")
-        has_choice = spec.padded_head_dim == spec.padded_value_dim == SMALLER_TILE_DIM
-        if strategy.query_rows == "128" and has_choice and spec.tile.query > 128:
-            reasons.append(f"few queries do not fill its tiles of {spec.tile.query} rows")
+        rows = strategy.query_rows
+        dims = spec.padded_head_dim, spec.padded_value_dim
+        if rows in filled_rows(*dims):
+            if spec.tile.query != int(rows):
+                reasons.append(
+                    f"the queries fill tiles of {rows} rows, and it has {spec.tile.query}"
+                )
+        elif spec.tile.query == _ONE_TILE.query:
+            reasons.append("its tile is for queries that fill one")
         asked = problem[FUNCTIONS]
         if asked is None or asked.mask is None:
             return reasons

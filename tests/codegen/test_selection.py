@@ -70,22 +70,32 @@ def test_heads_of_a_group_share_a_tile(features, packs):
 
 
 @pytest.mark.parametrize(
-    ("mask", "filled"),
-    [("none", (193, 197, 256)), ("causal", (65, 128, 193, 197, 256, 577, 640)), ("window", ())],
+    ("asked", "filled"),
+    [
+        ({}, {"128": (256,), "256": (193, 197)}),
+        ({"soft_cap": True}, {"256": (193, 197, 256)}),
+        ({"mask": "causal"}, {"128": (65, 128, 193, 197, 256, 577, 640)}),
+        ({"mask": "causal", "soft_cap": True}, {}),
+        ({"mask": "window"}, {}),
+        ({"boolean": True}, {}),
+        ({"head_dim": 32}, {"256": (193, 197, 256)}),
+        ({"head_dim": 32, "mask": "causal", "dropout": True}, {"256": (193, 197, 256)}),
+        ({"head_dim": 32, "mask": "window"}, {}),
+        ({"head_dim": 32, "sinks": True}, {}),
+        ({"head_dim": 128}, {}),
+    ],
+    ids=str,
 )
-def test_queries_that_fill_smaller_tiles(mask, filled):
+def test_queries_that_fill_a_tile(asked, filled):
     """Other numbers of queries have tiles of 192 rows, or were not measured."""
     lengths = (65, 128, 129, 192, 193, 197, 256, 257, 512, 576, 577, 640, 641, 2048)
-
-    def rows(queries, **asked):
+    found = {}
+    for queries in lengths:
         sizes = Sizes(batch=64, queries=queries, keys=queries, heads=16, key_heads=16)
-        return strategy.query_rows(problem(arch="sm_90a", mask=mask, **asked), sizes, 132)
-
-    assert [queries for queries in lengths if rows(queries, head_dim=64) == "128"] == [
-        queries for queries in lengths if queries in filled
-    ]
-    assert {rows(queries, head_dim=128) for queries in lengths} == {None}
-    assert {rows(queries, head_dim=64, soft_cap=True) for queries in lengths} == {None}
+        own = problem(arch="sm_90a", **{"head_dim": 64, **asked})
+        if rows := strategy.query_rows(own, sizes, 132):
+            found[rows] = (*found.get(rows, ()), queries)
+    assert found == filled
 
 
 def test_row_counts_of_split_kernels():
@@ -272,17 +282,19 @@ def test_closure_takes_dims_that_are_not_tuned():
         list(select.closure("sm_80", dims=[(70000, 64)]))
 
 
-def test_queries_that_do_not_fill_large_tiles_take_smaller_ones():
-    def rows(queries, **features):
-        asked = problem(head_dim=64, value_dim=64, arch="sm_90a", **features)
+def test_tiles_that_queries_fill():
+    def rows(queries, head_dim=64, **features):
+        asked = problem(head_dim=head_dim, value_dim=head_dim, arch="sm_90a", **features)
         sizes = Sizes(batch=64, queries=queries, keys=queries, heads=12, key_heads=12)
         return select.select(asked, strategy.choose(asked, sizes, 132)).tile.query
 
-    smaller = {queries for queries in (128, 192, 193, 197, 256, 257, 512) if rows(queries) == 128}
-    assert smaller == {193, 197, 256}
+    lengths = (128, 192, 193, 197, 256, 257, 512)
+    assert [rows(queries) for queries in lengths] == [192, 192, 256, 256, 128, 192, 192]
+    assert [rows(queries, 32) for queries in lengths] == [192, 192, 256, 256, 256, 192, 192]
     assert rows(197, mask="causal") == 128
-    others = ("soft_cap", "varlen", "lengths", "positions", "broadcast_batch", "sinks")
-    assert {rows(197, **{name: True}) for name in others} == {192}
+    others = ("varlen", "positions", "broadcast_batch", "sinks")
+    for head_dim in (32, 64):
+        assert {rows(197, head_dim, **{name: True}) for name in others} == {192}
 
 
 def test_batch_invariant_steps_over_long_keys_divide_segments():

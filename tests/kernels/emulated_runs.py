@@ -206,10 +206,25 @@ CONSUMER_GROUPS = [
         SINKS(B=3, T=130, S=450, lengths=((130, 450), (77, 0), (0, 450))),
     )
 ]
-# Two tiles of 128 rows, where the plain tile has 192.
+# Two tiles of 128 rows, or one of 256, where the plain tile has 192.
 SM90 += [
-    Run(Case(B=9, T=197, S=197, N=8, K=K, **mask), arch="sm_90a", splits=True, gradients=False)
-    for K, mask in ((8, CAUSAL), (2, {}))
+    Run(Case(B=9, T=197, S=197, N=8, **features), "sm_90a", splits=True, gradients=False)
+    for features in (
+        CAUSAL,
+        {"K": 2},
+        {"H": 32, "bias": "1NTS", "dropout": 0.2, **CAUSAL},
+        {"H": 32, "K": 4, "segments": 1, "soft_cap": 2.0},
+    )
+]
+# Each tile of head dim 32.
+SM90 += [
+    Run(Case(B=3, T=200, S=152, H=32, lengths=LENGTHS, **features), "sm_90a", gradients=False)
+    for features in (
+        {"bias": "1NTS", "dropout": 0.2, **CAUSAL},
+        WINDOW,
+        {"segments": 1, **CAUSAL},
+        {"boolean": ("BN1S",), "segments": 1, "dropout": 0.2, **WINDOW},
+    )
 ]
 # Apart from the others: all of them take long, and neighbours run on the same day.
 SM90 += BY_TOKENS[2:]
