@@ -20,23 +20,9 @@ BOTH_WINDOWS = {
 }
 MASKS = ({}, CAUSAL, BOTTOM_RIGHT, WINDOW, BOTH_WINDOWS)
 
-ODD_SIZES = (
-    (1, 1),
-    (1, 3),
-    (3, 1),
-    (63, 65),
-    (64, 64),
-    (65, 63),
-    (127, 129),
-    (128, 128),
-    (129, 127),
-    (255, 257),
-    (257, 255),
-    (1023, 1025),
-    (1025, 1023),
-    (40, 700),
-    (700, 40),
-)
+_QUERIES = (1, 1, 3, 63, 64, 65, 127, 128, 129, 255, 257, 1023, 1025, 40, 700)
+_KEYS = (1, 3, 1, 65, 64, 63, 129, 128, 127, 257, 255, 1025, 1023, 700, 40)
+ODD_SIZES = tuple(zip(_QUERIES, _KEYS, strict=True))
 HEAD_DIMS = (
     (64, 64),
     (128, 128),
@@ -108,6 +94,19 @@ def _element_cases() -> list[Case]:
         found += [Case(T=2500, S=300, boolean=boolean, segments=1, block=80)]
         lengths = ((350, 500), (512, 77))
         found += [Case(T=512, S=512, boolean=boolean, block=128, lengths=lengths, **CAUSAL)]
+    return found
+
+
+def _head_dim_32_cases() -> list[Case]:
+    """Features at head dim 32, which has more tiles on Hopper than other head dims."""
+    found, case = [], functools.partial(Case, T=270, S=200, N=4, K=2, H=32)
+    for mask in MASKS:
+        found += [case(bias="1NTS", **mask), case(bias="BN1S", bias_dtype="float32", **mask)]
+        found += [case(dropout=0.2, bias="1NTS", soft_cap=2.0, **mask)]
+        found += [case(segments=1, **mask), case(boolean=("BNTS",), bias="11TS", **mask)]
+        found += [case(segments=2, dropout=0.2, sinks=True, **mask)]
+        found += [case(soft_cap=2.0, lengths=((270, 200), (33, 100)), **mask)]
+        found += [Case(B=9, T=256, S=200, N=8, H=32, bias="1NTS", **mask)]
     return found
 
 
@@ -347,10 +346,7 @@ def cases() -> list[Case]:
     for T, S in ODD_SIZES:
         found += [Case(T=T, S=S, H=320), Case(T=T, S=S, H=300, **BOTTOM_RIGHT)]
     for mask in MASKS:
-        found += [
-            Case(B=9, T=197, S=197, N=8, **mask),
-            Case(B=9, T=256, S=200, N=8, H=32, bias="1NTS", **mask),
-        ]
+        found += [Case(B=9, T=197, S=197, N=8, **mask)]
         found += [Case(T=700, S=650, N=4, K=2, H=320, Hv=280, **mask)]
         found += [Case(T=300, S=400, H=512, lengths=((300, 20), (0, 390)), **mask)]
         found += [Case(T=270, S=300, H=264, dropout=0.1, soft_cap=2.0, **mask)]
@@ -397,7 +393,8 @@ def cases() -> list[Case]:
         found += [Case(T=100, S=90, scale=scale, **CAUSAL), Case(T=100, S=90, scale=scale)]
     found += [Case(T=100, S=90, scale=-0.4, soft_cap=1.5), Case(lse_gradient=False)]
 
-    found += _element_cases() + _two_kernel_bias_cases() + _packed_cases() + _f32_cases()
+    found += _element_cases() + _head_dim_32_cases() + _two_kernel_bias_cases()
+    found += _packed_cases() + _f32_cases()
     found += split_cases() + deterministic_cases() + _shared_cases()
     found += _hopper_large_dim_cases() + _head_split_cases()
     return found
