@@ -77,19 +77,9 @@ EVERYTHING = Case(
     **WINDOW,
 )
 # Ids in blocks are unsorted; sorted ids include negative ones.
+IN_TILES: Any = {"segments": 2, "block": 128, "bias": "1NTS", "mask_seed": 13}
 MAPPED = (
-    Case(
-        T=400,
-        S=530,
-        N=4,
-        K=2,
-        segments=2,
-        block=128,
-        bias="1NTS",
-        mask_seed=13,
-        lengths=((400, 530), (77, 390)),
-        **BOTTOM_RIGHT,
-    ),
+    Case(T=400, S=530, N=4, K=2, lengths=((400, 530), (77, 390)), **IN_TILES, **BOTTOM_RIGHT),
     Case(T=300, S=390, N=3, K=1, boolean=("BN1S", "1NT1"), block=128, bias="BNTS", dropout=0.2),
 )
 SHARED = (*SHARED_KEYS, ("bias", 3, 1), ("boolean", 2, 3))
@@ -206,24 +196,20 @@ CONSUMER_GROUPS = [
         SINKS(B=3, T=130, S=450, lengths=((130, 450), (77, 0), (0, 450))),
     )
 ]
-# Two tiles of 128 rows, or one of 256, where the plain tile has 192.
+# Two tiles of 128 rows, or one of 256, where the plain tile has 192; each tile of head dim 32.
+FILLING = functools.partial(Case, B=9, T=197, S=197, N=8)
+NARROW = functools.partial(Case, B=3, T=200, S=152, H=32, lengths=LENGTHS)
 SM90 += [
-    Run(Case(B=9, T=197, S=197, N=8, **features), "sm_90a", splits=True, gradients=False)
-    for features in (
-        CAUSAL,
-        {"K": 2},
-        {"H": 32, "bias": "1NTS", "dropout": 0.2, **CAUSAL},
-        {"H": 32, "K": 4, "segments": 1, "soft_cap": 2.0},
-    )
-]
-# Each tile of head dim 32.
-SM90 += [
-    Run(Case(B=3, T=200, S=152, H=32, lengths=LENGTHS, **features), "sm_90a", gradients=False)
-    for features in (
-        {"bias": "1NTS", "dropout": 0.2, **CAUSAL},
-        WINDOW,
-        {"segments": 1, **CAUSAL},
-        {"boolean": ("BN1S",), "segments": 1, "dropout": 0.2, **WINDOW},
+    Run(case, "sm_90a", splits=case.T == 197, gradients=False)
+    for case in (
+        FILLING(**CAUSAL),
+        FILLING(K=2),
+        FILLING(H=32, bias="1NTS", dropout=0.2, **CAUSAL),
+        FILLING(H=32, K=4, segments=1, soft_cap=2.0),
+        NARROW(bias="1NTS", dropout=0.2, **CAUSAL),
+        NARROW(**WINDOW),
+        NARROW(segments=1, **CAUSAL),
+        NARROW(boolean=("BN1S",), segments=1, dropout=0.2, **WINDOW),
     )
 ]
 # Apart from the others: all of them take long, and neighbours run on the same day.

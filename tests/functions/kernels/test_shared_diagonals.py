@@ -74,7 +74,7 @@ def test_up_to_two_reads_are_shared(name, head_dim, dtype, shares):
 def test_an_added_table_has_the_tile_of_a_call_without_a_function(head_dim, mask):
     plain = forward(None, head_dim, mask=mask).tile
     assert forward(READS["one"], head_dim, mask=mask).tile == plain
-    assert forward(READS["tanh"], head_dim, mask=mask).tile != plain
+    assert (forward(READS["tanh"], head_dim, mask=mask).tile == plain) == (head_dim != 96)
 
 
 @pytest.mark.parametrize(("head_dim", "shares"), [(64, False), (96, True), (128, True)])
