@@ -53,6 +53,7 @@ _STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
     *(({}, Strategy(query_rows=rows)) for rows in QUERY_ROWS),
     ({"mask": "causal"}, Strategy(query_rows="128")),
     ({"mask": "causal"}, Strategy(query_rows="256")),
+    *((alone, Strategy(query_rows="128")) for alone in features.BIAS.alone),
     *(
         (alone, Strategy(query_rows="256"))
         for feature in ONE_TILE_FEATURES

@@ -53,8 +53,10 @@ ONE_TILE_FEATURES = (
     features.DROPOUT,
     features.BIAS,
 )
-"""Features of calls that may have a tile of 256 rows, besides a causal mask at head dim 32. Others
-were not measured."""
+"""Features of calls that may have a tile of 256 rows. Of these, lengths and soft cap were not
+measured."""
+_MOST_KEYS_OF_ONE_TILE = 256
+"""The most keys of calls with such a tile. At T 2048 others are faster."""
 _WARPGROUP_ROWS = 64
 _LEAST_Q_BLOCKS = 4
 """Q blocks of 64 rows for each CTA of a split-Q backward; with fewer, the sums take longer."""
@@ -93,10 +95,10 @@ class Strategy:
     ``query_rows`` is set if a forward has few query rows, or too few tiles to fill the GPU:
     ``"16"``, ``"32"`` and ``"64"`` split the keys over CTAs, in tiles of this many rows (some GPUs
     have no tile of 32 and use that of 64); ``"consumer_groups"`` splits them over the consumer
-    groups of one CTA. No kernel splits the keys of float32. ``"128"`` splits nothing, but excludes
-    larger tiles, for queries that do not fill them, and with ``"256"`` one tile has all queries of
-    a head. ``split_q`` lets several CTAs of a
-    backward share a KV block. ``mma_sync`` excludes the wgmma kernels of float32.
+    groups of one CTA. No kernel splits the keys of float32. ``"128"`` and
+    ``"256"`` split nothing: they choose tiles of this many rows at the head dims that have them
+    (:func:`filled_rows`). ``split_q`` lets several CTAs of a backward share a KV block.
+    ``mma_sync`` excludes the wgmma kernels of float32.
 
     Raises ``ValueError`` for a ``query_rows`` that does not exist.
     """
@@ -233,8 +235,8 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
 
 
 def filled_rows(head_dim: int, value_dim: int) -> tuple[QueryRows, ...]:
-    """The tiles that a Hopper forward with these padded head dims has besides those of 192 rows,
-    for queries that fill them.
+    """The tiles that a Hopper forward with these head dims has besides those of 192 rows, for
+    queries that fill them.
 
     >>> filled_rows(64, 64), filled_rows(64, 32)
     (('128', '256'), ())
@@ -253,12 +255,13 @@ def _rows_to_fill(problem: Problem, sizes: Sizes) -> QueryRows | None:
     if "128" not in choices:
         fills_one = mask != "window"
     else:
-        # With a part of a KV block, 64 masked keys take less time than 128.
+        # If the last KV block is partial, masking 64 keys takes less time than masking 128.
         fills_one = mask == "none" and (bool(asked) or sizes.keys % _PLAIN_ROWS > 0)
-    if fills_one and tiles == (2, 2) and asked <= {*ONE_TILE_FEATURES}:
+    is_short = tiles == (2, 2) and sizes.keys <= _MOST_KEYS_OF_ONE_TILE
+    if fills_one and is_short and asked <= {*ONE_TILE_FEATURES}:
         return "256"
-    smaller = "128" in choices and not asked and tiles in _FILLED_TILES.get(mask, ())
-    return "128" if smaller else None
+    fills_smaller = tiles in _FILLED_TILES.get(mask, ()) and "128" in choices
+    return "128" if fills_smaller and (not asked or features.BIAS in asked) else None
 
 
 def _takes_segments(problem: Problem, sizes: Sizes, rows: int, multiprocessors: int) -> bool:

@@ -353,7 +353,7 @@ def _parser() -> argparse.ArgumentParser:
         "--query-rows",
         choices=QUERY_ROWS,
         help="few queries: split keys over CTAs, in tiles of up to 64 rows, or over consumer "
-        "groups; 128 splits nothing, but excludes larger tiles",
+        "groups; 128 and 256 split nothing, but choose tiles of this many rows",
     )
     explain.add_argument(
         "--split-q", action="store_true", help="few KV blocks: CTAs of a backward share each one"

@@ -76,8 +76,8 @@ _ONE_TILE = Tile(
     256,
     64,
     2,
-    "one work tile for 193 to 256 queries: at head dim 32, T 256 on an H100, 0.71 of the time of "
-    "mma.sync with a bias. Four consumers have no registers for 128 keys",
+    "one work tile for 193 to 256 queries: at head dim 32, T 256 on an H100, with dropout 0.71 of "
+    "the time of mma.sync. Four consumers have no registers for 128 keys",
     modifiers=_NO_BOOLEAN,
     output_first=True,
 )
@@ -307,15 +307,8 @@ class FmhaFwdSm90(PersistentSm90):
         reasons = super().reasons(spec, problem, strategy)
         if spec.padded_head_dim in ALIGNED_DIMS and problem.head_dim % 16:
             reasons.append("TMA reads such rows at two thirds of its rate into panels of 64 bytes")
-        rows = strategy.query_rows
-        dims = spec.padded_head_dim, spec.padded_value_dim
-        if rows in filled_rows(*dims):
-            if spec.tile.query != int(rows):
-                reasons.append(
-                    f"the queries fill tiles of {rows} rows, and it has {spec.tile.query}"
-                )
-        elif spec.tile.query == _ONE_TILE.query:
-            reasons.append("its tile is for queries that fill one")
+        if not self.takes_f32:
+            reasons += _filling_reasons(spec, strategy)
         asked = problem[FUNCTIONS]
         if asked is None or asked.mask is None:
             return reasons
@@ -392,6 +385,15 @@ class FmhaFwdSm90(PersistentSm90):
             "kLinearScores": self.adds_linear_scores(spec),
             "kSharedDiagonals": self.shares_diagonals(spec),
         }
+
+
+def _filling_reasons(spec: KernelSpec, strategy: Strategy) -> Iterator[str]:
+    rows = strategy.query_rows
+    if rows in filled_rows(spec.padded_head_dim, spec.padded_value_dim):
+        if spec.tile.query != int(rows):
+            yield f"the queries fill tiles of {rows} rows, and it has {spec.tile.query}"
+    elif spec.tile.query == _ONE_TILE.query:
+        yield "its tile is for queries that fill one"
 
 
 def _tile(spec: KernelSpec) -> Tile:

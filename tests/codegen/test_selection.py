@@ -76,6 +76,11 @@ def test_heads_of_a_group_share_a_tile(features, packs):
         ({"soft_cap": True}, {"256": (193, 197, 256)}),
         ({"mask": "causal"}, {"128": (65, 128, 193, 197, 256, 577, 640)}),
         ({"mask": "causal", "soft_cap": True}, {}),
+        (
+            {"mask": "causal", "bias": AskedBias("16")},
+            {"128": (65, 128, 193, 197, 256, 577, 640)},
+        ),
+        ({"bias": AskedBias("16"), "sinks": True}, {"128": (193, 197, 256)}),
         ({"mask": "window"}, {}),
         ({"boolean": True}, {}),
         ({"head_dim": 32}, {"256": (193, 197, 256)}),
@@ -96,6 +101,15 @@ def test_queries_that_fill_a_tile(asked, filled):
         if rows := strategy.query_rows(own, sizes, 132):
             found[rows] = (*found.get(rows, ()), queries)
     assert found == filled
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows"), [({}, "128"), ({"dropout": True}, None), ({"head_dim": 32}, None)], ids=str
+)
+def test_long_keys_have_no_tile_of_256_rows(asked, rows):
+    sizes = Sizes(batch=64, queries=197, keys=4097, heads=16, key_heads=16)
+    own = problem(arch="sm_90a", **{"head_dim": 64, **asked})
+    assert strategy.query_rows(own, sizes, 132) == rows
 
 
 def test_row_counts_of_split_kernels():

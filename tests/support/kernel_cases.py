@@ -346,7 +346,7 @@ def cases() -> list[Case]:
     for T, S in ODD_SIZES:
         found += [Case(T=T, S=S, H=320), Case(T=T, S=S, H=300, **BOTTOM_RIGHT)]
     for mask in MASKS:
-        found += [Case(B=9, T=197, S=197, N=8, **mask)]
+        found += [Case(B=9, T=197, S=197, N=8, dropout=rate, **mask) for rate in (0.0, 0.2)]
         found += [Case(T=700, S=650, N=4, K=2, H=320, Hv=280, **mask)]
         found += [Case(T=300, S=400, H=512, lengths=((300, 20), (0, 390)), **mask)]
         found += [Case(T=270, S=300, H=264, dropout=0.1, soft_cap=2.0, **mask)]
