@@ -235,8 +235,8 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
 
 
 def filled_rows(head_dim: int, value_dim: int) -> tuple[QueryRows, ...]:
-    """The tiles that a Hopper forward with these head dims has besides those of 192 rows, for
-    queries that fill them.
+    """The tiles that a Hopper forward with these padded head dims has besides those of 192 rows,
+    for queries that fill them.
 
     >>> filled_rows(64, 64), filled_rows(64, 32)
     (('128', '256'), ())
@@ -245,8 +245,14 @@ def filled_rows(head_dim: int, value_dim: int) -> tuple[QueryRows, ...]:
 
 
 def _rows_to_fill(problem: Problem, sizes: Sizes) -> QueryRows | None:
-    """One of ``filled_rows``, if its tiles were faster than those of 192 rows."""
-    choices = filled_rows(problem.head_dim, problem.value_dim)
+    """One of ``filled_rows``, if its tiles were faster than those of 192 rows. Kernels with 48
+    columns have none of these, and take no notice.
+    """
+    padded = (
+        min((dim for dim in _FILLED_ROWS if dim >= own), default=own)
+        for own in (problem.head_dim, problem.value_dim)
+    )
+    choices = filled_rows(*padded)
     if not (gpu.has_wgmma(problem.arch) and choices):
         return None
     mask = problem[MASK]

@@ -83,6 +83,9 @@ def test_heads_of_a_group_share_a_tile(features, packs):
         ({"bias": AskedBias("16"), "sinks": True}, {"128": (193, 197, 256)}),
         ({"mask": "window"}, {}),
         ({"boolean": True}, {}),
+        ({"head_dim": 56, "value_dim": 40}, {"128": (256,), "256": (193, 197)}),
+        ({"head_dim": 64, "value_dim": 32}, {}),
+        ({"head_dim": 24}, {"256": (193, 197, 256)}),
         ({"head_dim": 32}, {"256": (193, 197, 256)}),
         ({"head_dim": 32, "mask": "causal", "dropout": True}, {"256": (193, 197, 256)}),
         ({"head_dim": 32, "mask": "window"}, {}),
@@ -306,6 +309,9 @@ def test_tiles_that_queries_fill():
     assert [rows(queries) for queries in lengths] == [192, 192, 256, 256, 128, 192, 192]
     assert [rows(queries, 32) for queries in lengths] == [192, 192, 256, 256, 256, 192, 192]
     assert rows(197, mask="causal") == 128
+    # Plain calls with 48 columns have only tiles of 192 rows.
+    assert [rows(197, head_dim, bias=AskedBias("16")) for head_dim in (24, 40, 56)] == [256] * 3
+    assert [rows(197, head_dim) for head_dim in (24, 40, 56)] == [256, 192, 256]
     others = ("varlen", "positions", "broadcast_batch", "sinks")
     for head_dim in (32, 64):
         assert {rows(197, head_dim, **{name: True}) for name in others} == {192}
