@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -95,10 +96,10 @@ class Strategy:
     ``query_rows`` is set if a forward has few query rows, or too few tiles to fill the GPU:
     ``"16"``, ``"32"`` and ``"64"`` split the keys over CTAs, in tiles of this many rows (some GPUs
     have no tile of 32 and use that of 64); ``"consumer_groups"`` splits them over the consumer
-    groups of one CTA. No kernel splits the keys of float32. ``"128"`` and
-    ``"256"`` split nothing: they choose tiles of this many rows at the head dims that have them
-    (:func:`filled_rows`). ``split_q`` lets several CTAs of a backward share a KV block.
-    ``mma_sync`` excludes the wgmma kernels of float32.
+    groups of one CTA. No kernel splits the keys of float32. ``"128"`` and ``"256"`` split nothing:
+    they choose tiles of this many rows at the head dims that have them (:func:`filled_rows`).
+    ``split_q`` lets several CTAs of a backward share a KV block. ``mma_sync`` excludes the wgmma
+    kernels of float32.
 
     Raises ``ValueError`` for a ``query_rows`` that does not exist.
     """
@@ -115,7 +116,7 @@ class Strategy:
     @property
     def splits_keys(self) -> bool:
         """Whether CTAs or consumer groups divide the keys of a tile."""
-        return self.query_rows not in (None, "128", "256")
+        return self.query_rows not in (None, *itertools.chain(*_FILLED_ROWS.values()))
 
     def __str__(self) -> str:
         """The words that differ from the default."""
@@ -246,7 +247,7 @@ def filled_rows(head_dim: int, value_dim: int) -> tuple[QueryRows, ...]:
 
 def _rows_to_fill(problem: Problem, sizes: Sizes) -> QueryRows | None:
     """One of ``filled_rows``, if its tiles were faster than those of 192 rows. Kernels with 48
-    columns have none of these, and take no notice.
+    columns have none of these tiles, and ignore it.
     """
     padded = (
         min((dim for dim in _FILLED_ROWS if dim >= own), default=own)
