@@ -65,7 +65,6 @@ class TorchProgram:
         function = one_call(peer.attention(cell), backward)
         operands = tensors(jax.block_until_ready(adapt(inputs, peer, cell)), backward)
         self._operands = operands  # the graph holds addresses but does not keep tensors alive
-        self._results: Any = None
         side_stream = torch.cuda.Stream()
         with warnings.catch_warnings(record=True) as refusals:
             # SDPA gives the reasons for a refusal in warnings, not in its exception.
@@ -73,7 +72,7 @@ class TorchProgram:
             try:
                 with torch.cuda.stream(side_stream):
                     for _ in range(_WARM_UP_CALLS):
-                        self._results = function(operands)
+                        function(operands)
                 torch.cuda.synchronize()
             except RuntimeError as error:
                 said = [str(refusal.message).split("(Triggered")[0] for refusal in refusals]
@@ -82,10 +81,9 @@ class TorchProgram:
             self._graph = torch.cuda.CUDAGraph()
             # Threads of JAX must not invalidate the capture.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                for _ in range(calls):
-                    # Drop the old results first, so that each call reuses their memory.
-                    self._results = None
-                    self._results = function(operands)
+                # Each call writes memory of its own, as in JAX: results that fit in L2 would never
+                # be written to DRAM if the next call overwrote them.
+                self._results = [function(operands) for _ in range(calls)]
         torch.cuda.synchronize()
 
     def launch(self) -> None:
@@ -96,7 +94,7 @@ class TorchProgram:
 
     def results(self) -> list[jax.Array]:
         """The output, then the gradients in the order of ``Tensors``, as JAX arrays."""
-        return to_jax(self._results)
+        return to_jax(self._results[-1])
 
 
 def one_call(attention: Any, backward: bool):
