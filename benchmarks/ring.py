@@ -27,7 +27,7 @@ import numpy as np
 from attention import DIRECTIONS
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from measuring import documents, machine
+from measuring import documents, machine, measurement
 from measuring.timing import Failure, Timing, measure
 from programs.cells import Cell
 from programs.inputs import Inputs
@@ -241,7 +241,7 @@ def main() -> None:
         "method": {
             "rounds": options.rounds,
             "batch_ms": options.batch_ms,
-            "clock": "host clock around batches of launches; see benchmarks/README.md",
+            "clock": measurement.CLOCK,
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
         },
         "ring": {"name": cell.name, **vars(cell), "devices": len(devices), "results": {}},

@@ -6,11 +6,9 @@ import dataclasses
 import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,18 +58,6 @@ class _JittedCall:
 
     def wait(self) -> None:
         jax.block_until_ready(self._results)
-
-
-def batch_overhead() -> float:
-    """Seconds to launch and await one empty program: the clock's error per batch."""
-    program = _JittedCall(lambda x: x + 1, jnp.zeros(()))
-    seconds = []
-    for _ in range(100):
-        start = time.perf_counter()
-        program.launch()
-        program.wait()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 def copy_rate() -> float:

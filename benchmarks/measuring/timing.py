@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from random import Random
 from typing import Protocol
 
+MIN_LAUNCHES = 2
 MAX_LAUNCHES = 2000
 WARM_UP_LAUNCHES = 3
 """The first launches are slow, because XLA records command buffers during them."""
@@ -56,6 +57,9 @@ class Failure:
     reason: str
 
 
+_TOO_SHORT = Failure("its batches take no more time than one launch: lengthen them")
+
+
 def first_line(error: BaseException) -> str:
     """The type of an exception and the first line of its text, kept short.
 
@@ -71,13 +75,23 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300]
 
 
-def _batch(program: Program, launches: int) -> float:
-    """Seconds per call over one batch; the device is idle before and after it."""
+def _seconds(program: Program, launches: int) -> float:
+    """Seconds from the first launch to the end of the last one; the device is idle before."""
     start = time.perf_counter()
     for _ in range(launches):
         program.launch()
     program.wait()
-    return (time.perf_counter() - start) / (launches * program.calls)
+    return time.perf_counter() - start
+
+
+def _sample(program: Program, launches: int) -> float:
+    """Seconds per call in a batch of launches that follow another one.
+
+    Both terms contain the host's work for the first launch, for which the device waits, and the
+    wait at the end. XLA has more of that work than the replay of a CUDA graph.
+    """
+    alone = _seconds(program, 1)
+    return (_seconds(program, 1 + launches) - alone) / (launches * program.calls)
 
 
 def measure(
@@ -85,7 +99,7 @@ def measure(
 ) -> dict[str, Timing | Failure]:
     """Times the programs alternately, for ``rounds`` rounds.
 
-    A batch of each program lasts about ``batch_seconds``, and at least one launch. Each round has
+    A batch of each program lasts about ``batch_seconds``, and at least two launches. Each round has
     an order of its own, drawn from ``seed``, so that no program always follows the same one: its
     predecessor determines how warm the chip is and how much power it may draw. Give each cell its
     own seed: with one order for all cells, a few rounds would favour the same programs in every
@@ -95,9 +109,9 @@ def measure(
     launches: dict[str, int] = {}
     for name, program in programs.items():
         try:
-            _batch(program, WARM_UP_LAUNCHES)
-            seconds = _batch(program, 1) * program.calls
-            launches[name] = min(MAX_LAUNCHES, max(1, math.ceil(batch_seconds / seconds)))
+            _seconds(program, WARM_UP_LAUNCHES)
+            fitting = math.ceil(batch_seconds / _seconds(program, 1))
+            launches[name] = min(MAX_LAUNCHES, max(MIN_LAUNCHES, fitting))
         except Exception as error:
             failures[name] = Failure(first_line(error))
 
@@ -109,12 +123,13 @@ def measure(
             if name in failures:
                 continue
             try:
-                samples[name].append(_batch(programs[name], launches[name]))
+                samples[name].append(_sample(programs[name], launches[name]))
             except Exception as error:
                 failures[name] = Failure(first_line(error))
-    timings = {
-        name: Timing(tuple(samples[name]), launches[name], programs[name].calls)
-        for name in order
-        if name not in failures
-    }
-    return {**timings, **failures}
+    outcomes: dict[str, Timing | Failure] = dict(failures)
+    for name in order:
+        if name in failures:
+            continue
+        timing = Timing(tuple(samples[name]), launches[name], programs[name].calls)
+        outcomes[name] = timing if timing.seconds > 0 else _TOO_SHORT
+    return outcomes

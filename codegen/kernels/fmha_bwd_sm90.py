@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -50,6 +51,9 @@ class Tile(WgmmaTile):
     """
 
 
+_ahead = functools.partial(Tile, tma_dq=True, exponentiates_under_dp=True)
+"""A tile with registers for statistics that are read ahead of the exponentials."""
+
 TILES: Mapping[int, Sequence[Tile]] = {
     32: (
         Tile(
@@ -63,19 +67,9 @@ TILES: Mapping[int, Sequence[Tile]] = {
             tma_dq=True,
         ),
     ),
-    48: (
-        Tile(
-            128,
-            128,
-            2,
-            "as at head dim 64",
-            masks=("none", "causal"),
-            tma_dq=True,
-            exponentiates_under_dp=True,
-        ),
-    ),
+    48: (_ahead(128, 128, 2, "as at head dim 64", masks=("none", "causal")),),
     64: (
-        Tile(
+        _ahead(
             128,
             128,
             2,
@@ -83,9 +77,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "503, with 64 queries 470; at T 512 360, with one buffer of keys 345",
             masks=("none", "causal"),
             spill_bytes=12,
-            tma_dq=True,
             key_stages=2,
-            exponentiates_under_dp=True,
         ),
         Tile(
             128,
@@ -133,38 +125,27 @@ TILES: Mapping[int, Sequence[Tile]] = {
             modifiers=modifiers("bias"),
         ),
     ),
-    80: (Tile(64, 128, 3, "as at head dim 96", tma_dq=True, exponentiates_under_dp=True),),
+    80: (_ahead(64, 128, 3, "as at head dim 96"),),
     96: (
-        Tile(
+        _ahead(
             64,
             128,
             3,
             "forward + backward at T 4096 on an H200: 509 TFLOP/s, causal 454; with two buffers "
             "512 and 445, padded to 128 columns 448 and 398",
-            tma_dq=True,
-            exponentiates_under_dp=True,
         ),
     ),
     128: (
-        Tile(
+        _ahead(
             80,
             128,
             2,
             "forward + backward at T 8192 on an H200: 606 TFLOP/s; 80 queries read keys and values "
             "a fifth less often than 64",
             masks=("none",),
-            tma_dq=True,
-            exponentiates_under_dp=True,
         ),
-        Tile(
-            64,
-            128,
-            2,
-            "80 queries skip fewer elements: causal, 540 TFLOP/s instead of 532",
-            tma_dq=True,
-            exponentiates_under_dp=True,
-        ),
-        Tile(
+        _ahead(64, 128, 2, "80 queries skip fewer elements: causal, 540 TFLOP/s instead of 532"),
+        _ahead(
             64,
             128,
             2,
@@ -172,8 +153,6 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "table and add up its sums spill 48 bytes",
             modifiers=("user functions",),
             spill_bytes=48,
-            tma_dq=True,
-            exponentiates_under_dp=True,
             light_functions=True,
         ),
         Tile(
@@ -259,6 +238,14 @@ class FmhaBwdSm90(WgmmaBackward):
         """The thread that adds by TMA can wait for another CTA. Consumers would lose time."""
         return _sums_by_tma(spec)
 
+    def staggers_q_blocks(self, spec: KernelSpec) -> bool:
+        """With 64 queries the products of a Q block take less time than the store of its first dQ
+        and its publication, for which all other CTAs at the same Q block wait. Masks stagger CTAs
+        anyway.
+        """
+        short = spec.tile.query == WARPGROUP_ROWS and self.counts_kv_blocks(spec)
+        return short and spec[MASK] == "none" and spec[FUNCTIONS] is None
+
     def _key_stages(self, spec: KernelSpec) -> int:
         return _tile(spec).key_stages if self._is_persistent(spec) else 1
 
@@ -338,6 +325,7 @@ class FmhaBwdSm90(WgmmaBackward):
             "kTmaDq": tile.tma_dq,
             "kPersistent": self._is_persistent(spec),
             "kKeyStages": self._key_stages(spec),
+            "kStaggersQBlocks": self.staggers_q_blocks(spec),
             "kLinearScores": self.adds_linear_scores(spec),
             "kSharedDiagonals": self.shares_diagonals(spec),
             "kProducerAddsStrips": self.producer_adds_strips(spec),

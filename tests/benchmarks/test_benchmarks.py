@@ -1,5 +1,6 @@
 """The benchmark harness on the CPU."""
 
+import dataclasses
 import doctest
 import importlib
 import itertools
@@ -78,7 +79,7 @@ def test_the_ring_is_timed_beside_the_share_of_a_device(modules, tmp_path, monke
     path = tmp_path / "ring.json"
     command = [sys.executable, str(BENCHMARKS / "ring.py"), "--devices", "2", "--tokens", "64"]
     command += ["--heads", "4", "--key-heads", "2", "--head-dim", "8", "--dtype", "float32"]
-    command += ["--implementation", "xla", "--rounds", "1", "--batch-ms", "1"]
+    command += ["--implementation", "xla", "--rounds", "3", "--batch-ms", "1"]
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -119,7 +120,7 @@ def test_the_ring_is_timed_beside_the_share_of_a_device(modules, tmp_path, monke
 def test_the_steps_of_a_server_are_timed(modules, tmp_path, monkeypatch):
     path = tmp_path / "paged.json"
     command = [sys.executable, str(BENCHMARKS / "paged.py"), "--steps", "tiny"]
-    command += ["--implementation", "xla", "--rounds", "1", "--batch-ms", "1"]
+    command += ["--implementation", "xla", "--rounds", "3", "--batch-ms", "20"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
         [*command, "--output", str(path)], env=environment, capture_output=True, text=True
@@ -168,56 +169,81 @@ def test_steps_and_their_calls(modules):
     assert calls["prompts"].rows(ragged) == slice(128, 128 + 4 * 2048)
 
 
-def test_measure_keeps_going_without_a_failing_program(modules):
-    timing = modules("measuring.timing")
+class Clock:
+    """Replaces ``time``: programs advance it."""
 
-    class Fails:
-        calls = 1
+    now = 0.0
 
-        def __init__(self, after):
-            self.left = after
+    def perf_counter(self):
+        return self.now
 
-        def launch(self):
-            self.left -= 1
-            if self.left < 0:
-                raise RuntimeError("out of memory\nat length")
 
-        def wait(self):
-            pass
+@dataclasses.dataclass
+class Launches:
+    """A program whose launches take ``seconds`` after the first of a batch, which takes longer.
 
-    endless = 10**9
+    It fails after ``left`` launches.
+    """
+
+    clock: Clock
+    seconds: float = 2.0
+    left: int = 10**9
+    calls = 1
+    waiting = 1.0
+
+    def launch(self):
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("out of memory\nat length")
+        self.clock.now += self.waiting + self.seconds
+        self.waiting = 0.0
+
+    def wait(self):
+        self.waiting = 1.0
+
+
+@pytest.fixture
+def timing(modules, monkeypatch):
+    module = modules("measuring.timing")
+    monkeypatch.setattr(module, "time", Clock())
+    return module
+
+
+def test_measure_keeps_going_without_a_failing_program(timing):
+    clock = timing.time
     programs = {
-        "good": Fails(endless),
-        "early": Fails(0),
-        "late": Fails(timing.WARM_UP_LAUNCHES + 3),
+        "good": Launches(clock),
+        "early": Launches(clock, left=0),
+        "late": Launches(clock, left=timing.WARM_UP_LAUNCHES + 6),
+        "short": Launches(clock, seconds=0.0),
     }
-    outcomes = timing.measure(programs, rounds=3, batch_seconds=1e-9)
-    assert len(outcomes["good"].samples) == 3
+    outcomes = timing.measure(programs, rounds=3, batch_seconds=9.0)
+    # Neither the host's work before the first launch counts nor the launch before the batch.
+    assert outcomes["good"] == timing.Timing((2.0, 2.0, 2.0), launches=3, calls=1)
     assert outcomes["early"] == outcomes["late"] == timing.Failure("RuntimeError: out of memory")
+    assert "lengthen" in outcomes["short"].reason
 
 
-def test_no_program_always_follows_the_same_one(modules):
+def test_no_program_always_follows_the_same_one(timing):
     launched = []
 
-    class Records:
-        calls = 1
-
-        def __init__(self, name):
-            self.name = name
+    @dataclasses.dataclass
+    class Records(Launches):
+        name: str = ""
 
         def launch(self):
+            super().launch()
             launched.append(self.name)
 
-        def wait(self):
-            pass
-
-    timing = modules("measuring.timing")
-    programs = {name: Records(name) for name in "abcdef"}
+    programs = {name: Records(timing.time, name=name) for name in "abcdef"}
 
     def orders(seed):
         outcomes = timing.measure(programs, rounds=5, batch_seconds=1e-12, seed=seed)
         assert all(len(outcomes[name].samples) == 5 for name in programs)
-        return np.reshape(launched[-5 * len(programs) :], (5, len(programs)))
+        launches = 2 + timing.MIN_LAUNCHES  # one alone, and one before the batch
+        timed = np.reshape(launched[-5 * len(programs) * launches :], (5, len(programs), launches))
+        assert (timed == timed[..., :1]).all()
+        return timed[..., 0]
 
     rounds = orders("a cell")
     assert (np.sort(rounds) == list(programs)).all()

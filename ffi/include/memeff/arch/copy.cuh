@@ -231,9 +231,17 @@ CUTE_DEVICE int load_acquire(int const* address) {
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
+
 CUTE_DEVICE unsigned long long load_acquire(unsigned long long const* address) {
   unsigned long long value;
   asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// The same, without an order of what this thread reads afterwards.
+CUTE_DEVICE int load_relaxed(int const* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
 

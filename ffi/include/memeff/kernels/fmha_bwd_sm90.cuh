@@ -317,9 +317,9 @@ struct FmhaBackwardSm90 {
       BiasSums bias_sums;
       typename CapturedSums::Sums captured_sums;
       Exponents const exponents(params, item.batch, head);
-      auto const blocks = work.row_of_blocks(params, head);
       CUTE_NO_UNROLL
-      for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
+      for (auto walk = work.walk(params, head); walk.more(); walk.advance()) {
+        int const tile = walk.tile();
         uint32_t const query_tile = query_tile_of(tiles, stage.index);
         uint32_t const out_tile = out_tile_of(tiles, stage.index);
         uint32_t const score_tile = tiles + kScoreOffset + score_buffer * ScoreTile::kBytes;
@@ -336,8 +336,8 @@ struct FmhaBackwardSm90 {
         wait_products<kScoreGradient>();  // S
         fence_accumulators(scores);
         auto scaled = ScoreGrid::make_accumulators();  // (4, 1, MMA_N), for the soft cap
-        consumer.exponentiate(head, tile, blocks.partial(tile), stage.index, logsumexps, exponents,
-                              reads, scores, scaled);
+        consumer.exponentiate(head, tile, walk.partial(), stage.index, logsumexps, exponents, reads,
+                              scores, scaled);
         if constexpr (Config::kExponentiatesUnderDp) control.out_gradient.wait_again(stage);
         Deltas<ScoreGrid, kVectorsAhead> const deltas(statistics);
         wait_products<0>();  // dP

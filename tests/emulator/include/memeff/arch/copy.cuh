@@ -107,6 +107,8 @@ CUTE_DEVICE Value load_acquire(Value const* address) {
   return *address;
 }
 
+CUTE_DEVICE int load_relaxed(int const* address) { return load_acquire(address); }
+
 CUTE_DEVICE int max_acquire(int* address, int value) { return atomicMax(address, value); }
 
 CUTE_DEVICE void reduce_add(float* address, float x, float y, float z, float w) {

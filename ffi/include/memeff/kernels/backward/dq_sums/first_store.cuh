@@ -28,10 +28,14 @@ class FirstDqStore {
     return {state, max_acquire(state, kClaimed)};
   }
 
-  // The same if no other CTA may store to the Q block or add to it now.
-  CUTE_DEVICE static FirstDqStore own(BackwardParams const& params, long long tile_index) {
+  // The same if a semaphore orders the additions. Read the state before the semaphore, so that both
+  // answers take the time of one, and call update() after it: the predecessor may have been first.
+  CUTE_DEVICE static FirstDqStore read(BackwardParams const& params, long long tile_index) {
     int* const state = params.query_gradient_states + tile_index;
-    return {state, load_acquire(state)};
+    return {state, load_relaxed(state)};
+  }
+  CUTE_DEVICE void update() {
+    if (found_ != kPresent) found_ = load_acquire(state_);
   }
 
   // Whether to store and not to add. If another CTA has the claim, waits until it has stored.

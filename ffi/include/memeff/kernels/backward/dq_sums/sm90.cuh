@@ -136,9 +136,11 @@ struct TmaDqSumsSm90 {
     CUTE_DEVICE Semaphore(BackwardParams const& params, Control const& control, WorkItem const&)
         : params(params), semaphore(params, control.ticket) {}
     CUTE_DEVICE FirstDqStore begin(int position, long long tile_index) {
+      FirstDqStore first = FirstDqStore::read(params, tile_index);
       semaphore.publish(position);
       semaphore.wait(position);
-      return FirstDqStore::own(params, tile_index);
+      first.update();
+      return first;
     }
     CUTE_DEVICE void end() { wait_tma_stores_performed(); }
     CUTE_DEVICE void finish() { semaphore.publish(kFinished); }

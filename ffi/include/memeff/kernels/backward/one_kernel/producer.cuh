@@ -54,9 +54,9 @@ struct BackwardProducerSm90 {
                              source.batch(params.value), kOnce);
     CUTE_NO_UNROLL
     for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
-      auto const blocks = work.row_of_blocks(params, head);
       CUTE_NO_UNROLL
-      for (int tile = blocks.begin; tile < blocks.end; tile = blocks.after(tile)) {
+      for (auto walk = work.walk(params, head); walk.more(); walk.advance()) {
+        int const tile = walk.tile();
         int const row = queries.row + tile * kTileQuery;
         uint64_t& query = control.query.acquire(stage, QueryTile::kBytes + kStatisticsBytes);
         load_tma_tile<QueryTile>(maps.query, query, Kernel::query_tile_of(tiles, stage.index), 0,

@@ -33,6 +33,10 @@ struct KvBlockWorkSm90 {
     return row_of_q_blocks<Config>(params, item, tiles, params.query_tiles, head);
   }
 
+  CUTE_DEVICE QBlockWalk<Config> walk(BackwardParams const& params, int head) const {
+    return {params, item, tiles, head};
+  }
+
   CUTE_DEVICE ScoreTilePosition position(int head, int tile) const {
     return {item.batch, head, tile * kTileQuery, column};
   }
