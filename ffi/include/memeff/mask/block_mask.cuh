@@ -16,7 +16,7 @@ namespace memeff {
 // skips none.
 template <class Row, bool kInOrder, int kAhead>
 struct RowWalk {
-  Row const& row;
+  Row row;
   int current;
   int ahead;
 

@@ -42,35 +42,17 @@ CUTE_DEVICE TileRange q_block_range(BackwardParams const& params, WorkItem const
   return range;
 }
 
-// The Q blocks of one head in ascending order.
-template <class Config>
-struct AscendingQBlocks {
-  BlockMaskRow<Config::kBlockMask> row;
-  int current;
-
-  CUTE_DEVICE AscendingQBlocks(BackwardParams const& params, WorkItem const& item,
-                               TileRange const& tiles, int head)
-      : row(row_of_q_blocks<Config>(params, item, tiles, params.query_tiles, head)),
-        current(row.begin) {}
-
-  CUTE_DEVICE bool more() const { return current < row.end; }
-  CUTE_DEVICE int tile() const { return current; }
-  CUTE_DEVICE bool partial() const { return row.partial(current); }
-  CUTE_DEVICE void advance() { current = row.after(current); }
-};
-
-// The same Q blocks, but the first one has the rows of the CTA's own keys, and after the last one
-// comes the first of the range. So CTAs of different KV blocks are at different Q blocks.
+// Walks over the Q blocks of one head like RowWalk, but the first one has the rows of the CTA's own
+// keys, and after the last one comes the first of the range. So CTAs of different KV blocks are at
+// different Q blocks.
 template <class Config>
 struct StaggeredQBlocks {
-  TileRange const& tiles;
+  TileRange tiles;
   int current;
   int left;  // the number of Q blocks from the current one on
 
-  CUTE_DEVICE StaggeredQBlocks(BackwardParams const&, WorkItem const& item, TileRange const& tiles,
-                               int)
+  CUTE_DEVICE StaggeredQBlocks(TileRange const& tiles, WorkItem const& item)
       : tiles(tiles), left(tiles.end - tiles.begin) {
-    static_assert(!Config::kBlockMask);
     int const own = item.tile * Config::kTileKey / Config::kTileQuery;
     current = tiles.begin + own % max(left, 1);
   }
@@ -86,8 +68,16 @@ struct StaggeredQBlocks {
 
 // The Q blocks of one head in the order of a main loop.
 template <class Config>
-using QBlockWalk = cute::conditional_t<Config::kStaggersQBlocks, StaggeredQBlocks<Config>,
-                                       AscendingQBlocks<Config>>;
+CUTE_DEVICE auto walk_of_q_blocks(BackwardParams const& params, WorkItem const& item,
+                                  TileRange const& tiles, int head) {
+  if constexpr (Config::kStaggersQBlocks) {
+    static_assert(!Config::kBlockMask);
+    return StaggeredQBlocks<Config>(tiles, item);
+  } else {
+    using Walk = typename BlockMaskRow<Config::kBlockMask>::template Walk<0>;
+    return Walk(row_of_q_blocks<Config>(params, item, tiles, params.query_tiles, head));
+  }
+}
 
 // Calls use(query_head, tile, position) for each Q block of a CTA. `position` is the index of the Q
 // block among all Q blocks of the key head, which all its CTAs process in the same order.
@@ -98,7 +88,8 @@ CUTE_DEVICE void for_each_q_block(BackwardParams const& params, WorkItem const& 
   for (int head = 0; head < params.shape.group; ++head) {
     int const query_head = item.head * params.shape.group + head;
     CUTE_NO_UNROLL
-    for (QBlockWalk<Config> walk(params, item, tiles, query_head); walk.more(); walk.advance()) {
+    for (auto walk = walk_of_q_blocks<Config>(params, item, tiles, query_head); walk.more();
+         walk.advance()) {
       use(query_head, walk.tile(), head * params.query_tiles + walk.tile());
     }
   }

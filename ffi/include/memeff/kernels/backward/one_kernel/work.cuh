@@ -33,8 +33,8 @@ struct KvBlockWorkSm90 {
     return row_of_q_blocks<Config>(params, item, tiles, params.query_tiles, head);
   }
 
-  CUTE_DEVICE QBlockWalk<Config> walk(BackwardParams const& params, int head) const {
-    return {params, item, tiles, head};
+  CUTE_DEVICE auto walk(BackwardParams const& params, int head) const {
+    return walk_of_q_blocks<Config>(params, item, tiles, head);
   }
 
   CUTE_DEVICE ScoreTilePosition position(int head, int tile) const {
