@@ -239,12 +239,11 @@ class FmhaBwdSm90(WgmmaBackward):
         return _sums_by_tma(spec)
 
     def staggers_q_blocks(self, spec: KernelSpec) -> bool:
-        """With 64 queries the products of a Q block take less time than the store of its first dQ
-        and its publication, for which all other CTAs at the same Q block wait. Masks stagger CTAs
-        anyway.
+        """CTAs that are at the same Q block wait for the store of its first dQ and its publication.
+        Masks stagger CTAs anyway.
         """
-        short = spec.tile.query == WARPGROUP_ROWS and self.counts_kv_blocks(spec)
-        return short and spec[MASK] == "none" and spec[FUNCTIONS] is None
+        free = self.counts_kv_blocks(spec)
+        return free and spec[MASK] == "none" and spec[FUNCTIONS] is None
 
     def _key_stages(self, spec: KernelSpec) -> int:
         return _tile(spec).key_stages if self._is_persistent(spec) else 1

@@ -44,25 +44,29 @@ CUTE_DEVICE TileRange q_block_range(BackwardParams const& params, WorkItem const
 
 // Walks over the Q blocks of one head like RowWalk, but the first one has the rows of the CTA's own
 // keys, and after the last one comes the first of the range. So CTAs of different KV blocks are at
-// different Q blocks.
+// different Q blocks. The current one alone says whether there are more: a counter beside it would
+// spill in the main loop at head dim 64.
 template <class Config>
 struct StaggeredQBlocks {
-  TileRange tiles;
-  int current;
-  int left;  // the number of Q blocks from the current one on
+  static constexpr int kEnd = -1;
 
-  CUTE_DEVICE StaggeredQBlocks(TileRange const& tiles, WorkItem const& item)
-      : tiles(tiles), left(tiles.end - tiles.begin) {
+  TileRange tiles;
+  int first;
+  int current;
+
+  CUTE_DEVICE StaggeredQBlocks(TileRange const& tiles, WorkItem const& item) : tiles(tiles) {
     int const own = item.tile * Config::kTileKey / Config::kTileQuery;
-    current = tiles.begin + own % max(left, 1);
+    int const count = tiles.end - tiles.begin;
+    first = tiles.begin + own % max(count, 1);
+    current = count > 0 ? first : kEnd;
   }
 
-  CUTE_DEVICE bool more() const { return left > 0; }
+  CUTE_DEVICE bool more() const { return current != kEnd; }
   CUTE_DEVICE int tile() const { return current; }
   CUTE_DEVICE bool partial() const { return true; }
   CUTE_DEVICE void advance() {
-    --left;
     current = current + 1 == tiles.end ? tiles.begin : current + 1;
+    if (current == first) current = kEnd;
   }
 };
 
