@@ -163,7 +163,7 @@ def small() -> list[Cell]:
 
 
 def quick() -> list[Cell]:
-    """The part of the main grid about which the project makes promises."""
+    """A part of the main grid that takes a few minutes."""
     return [
         _constant_size("main", length, dim, causal=causal)
         for dim, length, causal in itertools.product((64, 128), (2048, 8192), (False, True))
