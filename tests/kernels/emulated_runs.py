@@ -170,7 +170,7 @@ SM90 = [
     Run(Case(B=3, T=130, S=150, H=128, lengths=LENGTHS, packed=True, **CAUSAL), arch="sm_90a"),
     *PACKED_BLOCKS,
     *BY_TOKENS[:2],
-    Run(Case(B=2, T=300, S=940, N=2, H=88), "sm_90a", seed=1, multiprocessors=5),
+    *(Run(Case(B=2, T=300, S=940, N=2, H=H), "sm_90a", 1, multiprocessors=5) for H in (88, 128)),
     Run(Case(B=3, T=130, S=150, lengths=LENGTHS, bias="1NTS", segments=1), arch="sm_90a"),
     Run(Case(B=2, T=200, S=150, N=4, H=128, boolean=("1NTS",), segments=2), arch="sm_90a"),
 ]
