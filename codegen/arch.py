@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-_ARCH = re.compile(r"(?:sm_(\d{2,3})[af]?|compute_(\d{2,3}))", re.ASCII)
+_ARCH = re.compile(r"(?:sm_([1-9]\d{1,2})[af]?|compute_([1-9]\d{1,2}))", re.ASCII)
 
 # Capabilities whose architecture-specific instructions (the "a" suffix) some kernels use. A kernel
 # is compiled for the capability of one device, so the suffix costs no portability.

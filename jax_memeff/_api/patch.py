@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import math
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jax_memeff._api import argument_arrays, attention
+from jax_memeff._call import scaling
 from jax_memeff._call.values import score_dtype
 from jax_memeff._op import contexts
 
@@ -245,22 +245,26 @@ def _only_jax_nn(signature: inspect.Signature, arguments: Mapping[str, Any]) -> 
         if dtype.name not in argument_arrays.FLOAT_DTYPES:
             return f"{name} has dtype {dtype}"
     scale = arguments.get("scale")
-    if scale is not None and not _is_finite(scale):
-        return "scale is not one finite real number"
+    if scale is not None and not _is_usual_scale(scale, jnp.asarray(arguments["query"]).dtype):
+        return "scale is not one finite real number of usual size"
     window = arguments.get("local_window_size")
     sides = window if isinstance(window, (tuple, list)) else (window,)
     if any(isinstance(side, Tracer) for side in sides):
         return "local_window_size is traced"
+    if any(side is not None and jnp.ndim(side) > 0 for side in sides):
+        return "local_window_size is an array"
     if any(side is not None and side < 0 for side in sides):
         return f"local_window_size is {window}, and a side is negative"
     return None
 
 
-def _is_finite(scale: Any) -> bool:
-    """Whether the scale is one finite real number. The value of a traced one is unknown."""
+def _is_usual_scale(scale: Any, dtype: Any) -> bool:
+    """Whether the scale is one real number that this library takes for a query of ``dtype``. The
+    value of a traced one is unknown.
+    """
     if jnp.ndim(scale) > 0 or jnp.iscomplexobj(scale):
         return False
-    return isinstance(scale, Tracer) or math.isfinite(scale)
+    return isinstance(scale, Tracer) or scaling.is_in_range(float(scale), dtype)
 
 
 def _say(what: str) -> None:

@@ -107,6 +107,16 @@ def of_call(
     return Scaling(scale, _soft_cap(arguments["logits_soft_cap"], scale, dtype)), traced
 
 
+def is_in_range(scale: float, dtype: Any) -> bool:
+    """Whether scores can be multiplied by a scale without loss; ``dtype`` is the query's.
+
+    >>> is_in_range(0.125, "float32"), is_in_range(1e-40, "float32"), is_in_range(0, "float32")
+    (True, False, True)
+    """
+    least, most = _range_of_factors(dtype)
+    return scale == 0 or least <= abs(scale) <= most
+
+
 def _static_scale(value: Any, head_dim: int, dtype: Any) -> float:
     if value is None:
         require_static(
@@ -121,8 +131,8 @@ def _static_scale(value: Any, head_dim: int, dtype: Any) -> float:
             )
         return 1.0 / math.sqrt(head_dim)
     number = static_number("scale", value, "multiply query by it and pass scale=1.0")
-    least, most = _range_of_factors(dtype)
-    if number != 0 and not least <= abs(number) <= most:
+    if not is_in_range(number, dtype):
+        least, most = _range_of_factors(dtype)
         raise ValueError(
             f"scale must be 0 or between {least:.3g} and {most:.3g} in magnitude, for scores in "
             f"{score_dtype(dtype)}, got {number}"

@@ -256,6 +256,7 @@ def test_explain_tells_why_each_kernel_is_rejected(capsys):
         (["kernels"], "pass --arch sm_90a, or set JAX_MEMEFF_ARCHS"),
         (["kernels", "--arch", "hopper"], "expected the name of a GPU architecture"),
         (["info", "--arch", "sm_1"], "expected the name of a GPU architecture"),
+        (["info", "--arch", "sm_090"], "expected the name of a GPU architecture"),
         (["doctor", "--arch", "sm_90a"], "unrecognized arguments: --arch"),
         (["explain", "--dtype", "int8", "--head-dim", "64"], "invalid choice"),
         ([], "required"),

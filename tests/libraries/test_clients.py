@@ -187,6 +187,8 @@ def test_what_jax_nn_takes_and_the_public_function_refuses(arguments, said, asse
 
 ONLY_JAX_NN = {
     "scale is not one finite real number": {"scale": jnp.full((1, 4, 1, 1), 0.3)},
+    "real number of usual size": {"scale": 1e-40},
+    "local_window_size is an array": {"local_window_size": np.array([2, 1])},
     "a side is negative": {"local_window_size": (-1, 3)},
     "query has dtype float8_e4m3fn": {
         name: x.astype(jnp.float8_e4m3fn)

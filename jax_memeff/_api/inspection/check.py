@@ -51,7 +51,8 @@ def check(
       index (the call itself would give 0 for that row).
 
     Raises:
-        ValueError: A value is wrong; the message names the argument, the index and the value.
+        ValueError: A value is wrong; the message names the argument, the index and, except
+            for segment ids, the value.
         TypeError: A dtype is wrong, or an argument is traced: call it outside ``jax.jit``.
 
     >>> import jax.numpy as jnp, jax_memeff
@@ -215,8 +216,8 @@ def _segments(operands: Operands) -> None:
         if lonely.any():
             index = int(np.argmax(lonely))
             where = (batch, index) if operands.sequences is None else (int(row) + index,)
-            got = ", ".join(map(str, queries[index]))
+            # A mask may hold numbers in place of the user's ids, so the message has no id.
             raise ValueError(
-                f"query segment ids must occur among the key segment ids of their batch index, "
-                f"got {got} at index {where}; mark padding by a negative id"
+                f"query segment ids must occur among the key segment ids of their batch index, got "
+                f"one at index {where} that no key has; mark padding by a negative id"
             )

@@ -28,7 +28,7 @@ from jax_memeff import Mask, Offsets
         (
             {"mask": Mask.segments(jnp.array([0, 0, 1, 3, -1]), jnp.array([0, 0, 0, 1, 1, 2, -1]))},
             ValueError,
-            r"query segment ids must occur among.*got 3 at index \(0, 3\)",
+            r"query segment ids must occur among.*got one at index \(0, 3\)",
         ),
         (
             # Each id occurs among the keys, but no key has both ids.
@@ -37,7 +37,7 @@ from jax_memeff import Mask, Offsets
                 & Mask.segments(jnp.ones(5, int), jnp.array([0, 0, 0, 0, 0, 0, 1]))
             },
             ValueError,
-            r"query segment ids must occur among.*got 0, 1 at index \(0, 0\)",
+            r"query segment ids must occur among.*got one at index \(0, 0\)",
         ),
         (
             # The only key with the id is beyond the length.
@@ -46,7 +46,7 @@ from jax_memeff import Mask, Offsets
                 "key_value_seq_lengths": jnp.array([7, 6]),
             },
             ValueError,
-            r"query segment ids must occur among.*got 0 at index \(1, 0\)",
+            r"query segment ids must occur among.*got one at index \(1, 0\)",
         ),
         ({"scale": np.nan}, ValueError, "scale must be finite"),
         ({"offsets": Offsets(query=jnp.int32(-1))}, ValueError, "offsets.query must be >= 0, got"),
@@ -69,14 +69,14 @@ def test_check_reads_values(arguments, error, message):
         ({"bias": changed(zeros(3, 4), (1, 3), np.nan)}, "bias must be finite or -inf"),
         (
             {"mask": Mask.segments(jnp.array([0, 0, 1, 3, -1]), jnp.array([0, 3, 0, 3, 1, 2, -1]))},
-            r"query segment ids must occur among.*got 3 at index \(3,\)",
+            r"query segment ids must occur among.*got one at index \(3,\)",
         ),
         (
             {
                 "mask": Mask.segments(jnp.array([1, 1, 2, 2, 2]), jnp.array([0, 0, 0, 1, 2, 2, 2]))
                 & Mask.lengths(key=jnp.array([3, 3]))
             },
-            r"query segment ids must occur among.*got 1 at index \(0,\)",
+            r"query segment ids must occur among.*got one at index \(0,\)",
         ),
     ],
 )
