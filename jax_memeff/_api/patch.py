@@ -240,12 +240,12 @@ def _only_jax_nn(signature: inspect.Signature, arguments: Mapping[str, Any]) -> 
     for name, value in arguments.items():
         if name not in _TAKEN and value is not signature.parameters[name].default:
             return f"only jax.nn has the argument {name}"
-    for name in ("query", "key", "value"):
-        dtype = jnp.asarray(arguments[name]).dtype
+    dtypes = {name: jnp.asarray(arguments[name]).dtype for name in ("query", "key", "value")}
+    for name, dtype in dtypes.items():
         if dtype.name not in argument_arrays.FLOAT_DTYPES:
             return f"{name} has dtype {dtype}"
     scale = arguments.get("scale")
-    if scale is not None and not _is_usual_scale(scale, jnp.asarray(arguments["query"]).dtype):
+    if scale is not None and not _is_usual_scale(scale, dtypes["query"]):
         return "scale is not one finite real number of usual size"
     window = arguments.get("local_window_size")
     sides = window if isinstance(window, (tuple, list)) else (window,)
