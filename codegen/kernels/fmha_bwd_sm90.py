@@ -288,10 +288,9 @@ class FmhaBwdSm90(WgmmaBackward):
     def shared_bytes(self, spec: KernelSpec) -> int:
         """A ring of key and value; a ring of query, its rows' statistics, diagonals, dO and bias
         (or, outside of the ring, the bias of each warp's 16 keys); two dS; and the dQ of a Q block
-        in f32 if TMA writes it. A deterministic kernel also has a ticket and two barriers. If TMA
-        writes dQ, it needs the barriers, and the bytes of the ticket are allocated as well. If the
-        producer adds up sums along diagonals, it has a ring of sums for each read, and two barriers
-        for each consumer.
+        in f32 if TMA writes it, with two barriers. A deterministic kernel also has a ticket and two
+        barriers. If the producer adds up sums along diagonals, it has a ring of sums for each read,
+        and two barriers for each consumer.
         """
         tile = _tile(spec)
         dims = tile_columns(spec.padded_head_dim) + tile_columns(spec.padded_value_dim)
@@ -305,8 +304,9 @@ class FmhaBwdSm90(WgmmaBackward):
             bias = tile.stages * tile.query * tile.key * spec.element_bytes
         control = buffers * shared_memory.PIPELINE_BYTES
         tma_dq = _sums_by_tma(spec)
-        if spec.orders_queries or tma_dq:
-            control += 2 * shared_memory.BARRIER_BYTES + _TICKET_BYTES
+        control += tma_dq * shared_memory.PIPELINE_BYTES
+        if spec.orders_queries:
+            control += shared_memory.PIPELINE_BYTES + _TICKET_BYTES
         rings, warps = 0, spec.computing_threads // 32
         if self.producer_adds_strips(spec):
             control += self.consumers(spec) * shared_memory.PIPELINE_BYTES

@@ -26,7 +26,7 @@ struct RegisterDqSumsSm90 {
 
   // Called by one thread, before the first barrier of the CTA.
   CUTE_DEVICE static void init(BackwardParams const& params, Control& control, int consumer_warps) {
-    Semaphore::init(params, control, consumer_warps);
+    Semaphore::init(params, control, consumer_warps, 2);
   }
 
   CUTE_DEVICE static WorkItem item(BackwardParams const& params, Control const& control) {
@@ -52,43 +52,41 @@ struct RegisterDqSumsSm90 {
 
 // Strategy 2: the consumers write the dQ of a Q block to shared memory and move on. One thread of
 // the producer's warpgroup stores it if it is the first, or adds it to the sums with a single TMA
-// reduction. If the sums are deterministic, the same thread polls the predecessor's semaphore and
-// publishes the CTA's progress once an addition has been performed, so consumers never wait for
-// another CTA.
+// reduction. If the sums are deterministic, the same thread polls the predecessor's semaphore, so
+// consumers never wait for another CTA. A thread of another warp publishes the CTA's progress,
+// because a release takes up to half of the time of a Q block.
 template <class Config, class Tiles>
 struct TmaDqSumsSm90 {
   static constexpr bool kOrdered = Config::kOrdersQueries;
   static_assert(Config::kStoresFirstDq);
   static constexpr int kSharedBytes = Tiles::kQueryTileFloats * int(sizeof(float));
+  using Semaphore =
+      cute::conditional_t<kOrdered, DqSemaphoreSm90<Config>, NoDqSemaphoreSm90<Config>>;
 
   // In shared memory.
-  struct Control {
+  struct Control : Semaphore::Control {
     Pipeline<1> tile;  // full: the dQ of a Q block; empty: the reduction has read it
-    int ticket;        // of the semaphore
   };
 
   CUTE_DEVICE static void init(BackwardParams const& params, Control& control, int consumer_warps) {
-    if constexpr (kOrdered) control.ticket = DqSemaphore<Config>::draw(params);
+    Semaphore::init(params, control, 1, 1);
     control.tile.init(1, consumer_warps);
   }
 
   CUTE_DEVICE static WorkItem item(BackwardParams const& params, Control const& control) {
-    if constexpr (kOrdered) {
-      return DqSemaphoreSm90<Config>::item(params, control.ticket);
-    } else {
-      return NoDqSemaphoreSm90<Config>::item(params, {});
-    }
+    return Semaphore::item(params, control);
   }
 
   CUTE_DEVICE static void produce(BackwardParams const& params, Control& control,
                                   WorkItem const& item, TileRange const& tiles,
                                   uint32_t shared_tile, int thread, PipelineStage<1>& stage) {
+    if (thread == 2 * kWarpSize) Semaphore::publish(params, control, item, tiles);
     if (thread != kWarpSize) return;
     Order order(params, control, item);
     for_each_q_block<Config>(params, item, tiles, [&](int head, int tile, int position) {
       long long const tile_index = Tiles::tile_index(params, item.batch, head, tile);
       float* const sums = params.query_gradient_sum + tile_index * Tiles::kQueryTileFloats;
-      FirstDqStore first = order.begin(position, tile_index);
+      FirstDqStore first = order.begin(position, tile_index, stage.parity);
       control.tile.wait(stage);
       if (first.stores()) {
         store_tma(sums, shared_tile, kSharedBytes);
@@ -129,30 +127,34 @@ struct TmaDqSumsSm90 {
 
  private:
   // Orders the additions of the one thread; positions are those of for_each_q_block().
-  struct Semaphore {
+  struct Ordered {
     BackwardParams const& params;
+    Control& control;
     DqSemaphore<Config> semaphore;
 
-    CUTE_DEVICE Semaphore(BackwardParams const& params, Control const& control, WorkItem const&)
-        : params(params), semaphore(params, control.ticket) {}
-    CUTE_DEVICE FirstDqStore begin(int position, long long tile_index) {
+    CUTE_DEVICE Ordered(BackwardParams const& params, Control& control, WorkItem const&)
+        : params(params), control(control), semaphore(params, control.ticket) {}
+    CUTE_DEVICE FirstDqStore begin(int position, long long tile_index, int parity) {
       FirstDqStore first = FirstDqStore::read(params, tile_index);
-      semaphore.publish(position);
       semaphore.wait(position);
       first.update();
+      Semaphore::begin_additions(control, parity);
       return first;
     }
-    CUTE_DEVICE void end() { wait_tma_stores_performed(); }
-    CUTE_DEVICE void finish() { semaphore.publish(kFinished); }
+    CUTE_DEVICE void end() {
+      wait_tma_stores_performed();
+      control.additions.release({});
+    }
+    CUTE_DEVICE void finish() {}
   };
-  // The same interface as Semaphore, without an order.
-  struct NoSemaphore {
+  // The same interface without an order.
+  struct Unordered {
     BackwardParams const& params;
     WorkItem const& item;
 
-    CUTE_DEVICE NoSemaphore(BackwardParams const& params, Control const&, WorkItem const& item)
+    CUTE_DEVICE Unordered(BackwardParams const& params, Control const&, WorkItem const& item)
         : params(params), item(item) {}
-    CUTE_DEVICE FirstDqStore begin(int, long long tile_index) {
+    CUTE_DEVICE FirstDqStore begin(int, long long tile_index, int) {
       return FirstDqStore::claim(params, tile_index);
     }
     CUTE_DEVICE void end() {}
@@ -163,7 +165,7 @@ struct TmaDqSumsSm90 {
       }
     }
   };
-  using Order = cute::conditional_t<kOrdered, Semaphore, NoSemaphore>;
+  using Order = cute::conditional_t<kOrdered, Ordered, Unordered>;
 };
 
 }  // namespace memeff
