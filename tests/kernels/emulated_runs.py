@@ -369,13 +369,12 @@ DETERMINISTIC = [
         # Bits of float16 show differences of a few roundings of float32.
         ("sm_90a", Case(B=1, T=300, S=600, N=4, K=2, dtype="float16")),
         ("sm_90a", Case(B=3, T=300, S=700, H=128, dtype="float16", lengths=PACKED, packed=True)),
-        (
-            "sm_90a",
-            Case(B=1, T=300, S=1400, N=4, H=128, dtype="float16", boolean=("1NTS",), block=128),
-        ),
+        ("sm_90a", Case(B=1, T=300, S=1400, H=128, dtype="float16", boolean=("1NTS",), block=128)),
         ("sm_90a", LARGE(T=140, S=300, H=320, dtype="float16", **CAUSAL)),
         # More key heads than are interleaved.
         ("sm_90a", Case(B=9, T=70, S=200, dtype="float16")),
+        ("sm_90a", Case(B=9, T=400, S=300, H=128, dtype="float16", **CAUSAL)),
+        ("sm_80", Case(B=9, T=200, S=300, H=64, dtype="float16", **CAUSAL)),
     )
 ]
 SHARES = [

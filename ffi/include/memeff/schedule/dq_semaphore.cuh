@@ -8,6 +8,7 @@
 //
 // It is enough to wait for the predecessor: along the sequence the Q blocks of a CTA begin and end
 // earlier or at the same place, so all CTAs before the predecessor have passed what it has passed.
+// In the opposite sequence they begin and end later or at the same place, and the same holds.
 //
 // Hazard: with a block mask (mask/block_mask.cuh) that does not hold. Then a CTA never publishes
 // more progress than its predecessor. A CTA that has finished, while its predecessor has not,
@@ -20,6 +21,12 @@
 // Consecutive tickets go to several key heads in turn. Without a mask SMs become free faster than
 // the CTAs of one head may follow each other, so CTAs would wait. With several heads a sequence
 // grows by a CTA only after many have started.
+//
+// Under a causal mask the first KV block has the most Q blocks. If it comes last, it ends long
+// after the others, which costs 6 % of the time at the end of a grid, and more of a small one. So
+// the last section of heads begins with it. Each of its CTAs waits until its predecessor has passed
+// the Q blocks between their keys. That takes little time there, because SMs become free one by
+// one; in every section it would take more than it saves.
 #pragma once
 
 #include <memeff/arch/copy.cuh>
@@ -69,6 +76,15 @@ class DqSemaphore {
     return min(max(unsigned(kInterleavedBytes / max(head_bytes, 1ll)), 1u), kMaxInterleavedHeads);
   }
 
+  // The number of slices in the last section, whose CTAs begin with the first KV block. It has
+  // twice as many slices as the others, or three quarters of all.
+  CUTE_DEVICE static unsigned last_section(unsigned slices, unsigned interleaved) {
+    constexpr bool kUnevenWork =
+        Config::kMask == MaskKind::causal && !Config::kBlockMask && !Config::kTokenGrid;
+    if (!kUnevenWork || slices <= interleaved) return 0;
+    return min(2 * interleaved, slices - slices / 4);
+  }
+
   // The number of words in BackwardParams::semaphores: a ticket counter, and the semaphore of each
   // CTA.
   CUTE_DEVICE static unsigned words(ProblemShape const& shape) {
@@ -84,20 +100,26 @@ class DqSemaphore {
   CUTE_DEVICE DqSemaphore(BackwardParams const& params, int ticket) {
     Grid const grid = {params.shape};
     unsigned const tiles = grid.of_slice();
+    unsigned const slices = grid.slices();
     unsigned const interleaved = interleaved_heads(params);
-    unsigned const first = ticket / (interleaved * tiles) * interleaved;
-    unsigned const heads = min(interleaved, grid.slices() - first);
+    unsigned const last = slices - last_section(slices, interleaved);
+    bool const ascends = unsigned(ticket) >= last * tiles;
+    unsigned const first = ascends ? last : ticket / (interleaved * tiles) * interleaved;
+    unsigned const heads = ascends ? slices - last : min(interleaved, last - first);
     unsigned const rest = ticket - first * tiles;
     unsigned const slice = first + rest % heads;
     unsigned const position = rest / heads;
+    unsigned const tile = ascends ? position : tiles - 1 - position;
     if (shares_bias<Config>(params.bias)) {
       item_ = WorkItem::of_block_by_batch(slice, 1, params.shape.batch);
-      item_.tile = tiles - 1 - position;
+      item_.tile = tile;
     } else {
-      item_ = grid.item_alone(tiles - 1 - position, slice);
+      item_ = grid.item_alone(tile, slice);
     }
     progress_ = params.semaphores + 1 + slice * tiles + position;
-    passed_ = item_.tile + 1 == grid.of_batch_index(item_.batch) ? kFinished : 0;
+    bool const begins =
+        ascends ? position == 0 : item_.tile + 1 == grid.of_batch_index(item_.batch);
+    passed_ = begins ? kFinished : 0;
   }
 
   // Draws the ticket for all threads of the CTA; `scratch` is an unused word of shared memory.
