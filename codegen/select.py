@@ -64,6 +64,7 @@ _STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
     ({}, Strategy(split_q=True)),
     ({"mask": "causal"}, Strategy(split_q=True)),
     ({"varlen": True, "mask": "causal"}, Strategy(split_q=True)),
+    ({"deterministic": True, "mask": "causal"}, Strategy(split_q=True)),
     (_COMMON_BIAS, Strategy(split_q=True)),
     ({}, Strategy(mma_sync=True)),
 )

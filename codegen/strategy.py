@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Literal
 
 from jax_memeff.codegen import features, gpu
+from jax_memeff.codegen.features.deterministic import DETERMINISTIC
 from jax_memeff.codegen.features.mask import MASK, MaskKind
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes
@@ -174,7 +175,8 @@ def choose(problem: Problem, sizes: Sizes, multiprocessors: int) -> Strategy:
         return Strategy(mma_sync=_reads_keys_once(sizes, multiprocessors))
     if problem.direction == "forward":
         return Strategy(query_rows=query_rows(problem, sizes, multiprocessors))
-    return Strategy(split_q=q_splits(problem[MASK], sizes, multiprocessors) > 1)
+    ordered = problem[DETERMINISTIC] and "query" in problem.needs_grad
+    return Strategy(split_q=q_splits(problem[MASK], sizes, multiprocessors, ordered) > 1)
 
 
 def _reads_keys_once(sizes: Sizes, multiprocessors: int) -> bool:
@@ -312,11 +314,12 @@ def _split_time(tiles: int, keys: int, multiprocessors: int) -> float:
     return _MMA_SYNC_COST * keys * tiles / multiprocessors + _COMBINATION
 
 
-def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int) -> int:
+def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int, ordered: bool = False) -> int:
     """How many CTAs of a backward may share a KV block.
 
     They divide query heads as far as the number and the group have common divisors, and Q blocks.
-    In packed sequences they divide heads alone, because a Q block may belong to any sequence.
+    In packed sequences they divide heads alone, because a Q block may belong to any sequence. So
+    they do if their additions to dq are ``ordered``, because each head has a sequence of its own.
     The launcher takes fewer for Q blocks on a smaller device (ffi/src/launch/backward.cc).
 
     >>> q_splits("none", Sizes(batch=1, queries=1024, keys=1024, heads=8, key_heads=8), 132)
@@ -330,7 +333,7 @@ def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int) -> int:
         return 1
     kv_blocks = sizes.padded_keys(_PLAIN_ROWS) // _PLAIN_ROWS
     heads = _head_splits(sizes, kv_blocks / multiprocessors) if mask == "causal" else 1
-    if sizes.packed:
+    if sizes.packed or ordered:
         return heads
     q_blocks = sizes.queries * sizes.group // _WARPGROUP_ROWS
     # A CTA processes q_blocks / splits of them, and the last CTA reads `splits` parts.

@@ -21,7 +21,12 @@ from jax_memeff.codegen.kernels.bases.families import (
     stage,
     tile_columns,
 )
-from jax_memeff.codegen.kernels.bases.grids import bias_tile_grid, key_tile_grid, key_tiles
+from jax_memeff.codegen.kernels.bases.grids import (
+    bias_tile_grid,
+    key_tile_grid,
+    key_tiles,
+    ordering_words,
+)
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
@@ -271,6 +276,8 @@ class FmhaBwdSm80(Backward, MmaKernel):
     ) -> Iterator[Workspace]:
         yield from super().workspaces(spec, sizes, multiprocessors)
         yield from query_sums(spec, sizes, spec.padded_head_dim)
+        if spec.orders_queries:
+            yield Workspace("semaphores", (ordering_words(key_tiles(spec, sizes)),), "int32")
 
 
 def _tile(spec: KernelSpec) -> Tile:
@@ -322,14 +329,9 @@ def summing_entry_points(
 def query_sums(
     spec: KernelSpec, sizes: Sizes, columns: int, has_states: bool = False
 ) -> Iterator[Workspace]:
-    """The f32 sums of dq with ``columns`` columns, and the state of each Q block. If the sums are
-    deterministic, also a ticket counter and the semaphore of each KV block
-    (ffi/include/memeff/schedule/dq_semaphore.cuh).
-    """
+    """The f32 sums of dq with ``columns`` columns, and the state of each Q block."""
     if "query" in spec.gradients:
         rows = sizes.padded_queries(spec.tile.query)
         yield Workspace("query_gradient_sum", (rows * columns,))
         if has_states:
             yield Workspace("query_gradient_states", (rows // spec.tile.query,), "int32")
-    if spec.orders_queries:
-        yield Workspace("semaphores", (1 + key_tiles(spec, sizes),), "int32")

@@ -23,7 +23,7 @@ from jax_memeff.codegen.kernels.bases.families import (
     modifiers,
     tile_columns,
 )
-from jax_memeff.codegen.kernels.bases.grids import key_tile_grid, key_tiles
+from jax_memeff.codegen.kernels.bases.grids import key_tile_grid, key_tiles, ordering_words
 from jax_memeff.codegen.kernels.fmha_bwd_sm80 import query_sums, summing_entry_points
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import Problem
@@ -196,10 +196,14 @@ class FmhaBwdSm90(WgmmaBackward):
         return dataclasses.replace(spec, split_q=self._splits_q(spec, strategy))
 
     def _splits_q(self, spec: KernelSpec, strategy: Strategy) -> bool:
-        """CTAs that add to dq in a fixed order, or own a bias gradient, cannot use split-Q."""
-        ordered = spec.orders_queries or bias_gradient(spec) not in ("none", "dbias_kernel")
+        """CTAs that own a bias gradient cannot use split-Q. Those that add to dq in a fixed order
+        may divide query heads, which they do under causal masks, but not Q blocks.
+        """
+        owns_bias = bias_gradient(spec) not in ("none", "dbias_kernel")
+        ordered = spec.orders_queries and spec[MASK] != "causal"
         owned = bool({"key", "value"} & set(spec.gradients))
-        return strategy.split_q and owned and not spec.has_block_mask and not ordered
+        free = not (spec.has_block_mask or owns_bias or ordered)
+        return strategy.split_q and owned and free
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
@@ -350,19 +354,27 @@ class FmhaBwdSm90(WgmmaBackward):
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
         """With split-Q, each CTA has partial dk and dv (ffi/include/memeff/schedule/split_q.cuh),
-        and each KV block has a counter.
+        and each KV block has a counter. If the sums of dq are deterministic, the semaphores of all
+        CTAs come before the counters (ffi/include/memeff/schedule/dq_semaphore.cuh).
         """
+        blocks = key_tiles(spec, sizes)
+        splits = 1
+        words = 0
         yield from super().workspaces(spec, sizes, multiprocessors)
         yield from query_sums(spec, sizes, dq_columns(spec), self.stores_first_dq(spec))
         if spec.split_q:
             columns = {"key": spec.padded_head_dim, "value": spec.padded_value_dim}
             parts = sum(columns[name] for name in columns if name in spec.gradients)
             rows = sizes.padded_keys(spec.tile.key)
-            splits = q_splits(spec[MASK], sizes, multiprocessors)
+            splits = q_splits(spec[MASK], sizes, multiprocessors, spec.orders_queries)
             yield Workspace("key_gradient_sum", (splits, rows * parts))
-            yield Workspace("semaphores", (1 + key_tiles(spec, sizes),), "int32")
+            words += blocks
+        if spec.orders_queries:
+            words += ordering_words(blocks * splits)
         if self.counts_kv_blocks(spec):
-            yield Workspace("semaphores", (sizes.batch * sizes.key_heads,), "int32")
+            words += sizes.batch * sizes.key_heads
+        if words:
+            yield Workspace("semaphores", (words,), "int32")
 
 
 def dq_columns(spec: KernelSpec) -> int:

@@ -83,6 +83,8 @@ def test_few_kv_blocks_use_split_q():
     )
     for owned in others:
         assert not select.select(problem("backward", **hopper, **owned), few).split_q
+    ordered = problem("backward", **hopper, deterministic=True, mask="causal")
+    assert select.select(ordered, few).split_q
     dbias_kernel: dict[str, Any] = {
         "bias": AskedBias("16", "common"),
         "needs_grad": ("query", "key", "bias"),
@@ -145,6 +147,8 @@ def test_ctas_divide_the_query_heads_of_large_groups_under_causal_masks(sizes, s
     }
     found = Sizes(**{**usual, **sizes})
     assert strategy.q_splits("causal", found, 132) == splits
+    of_heads = 1 if found.group % splits else splits
+    assert strategy.q_splits("causal", found, 132, ordered=True) == of_heads
     assert 2 * splits <= max(2, found.group)
     assert strategy.q_splits("window", found, 132) == 1
 
@@ -159,6 +163,7 @@ def test_few_causal_kv_blocks_with_many_q_blocks_get_two_ctas_for_each_sm(
     few = Sizes(batch=1, queries=length, keys=length, heads=heads, key_heads=heads)
     assert strategy.q_splits("causal", few, 132) == causal
     assert strategy.q_splits("none", few, 132) == full
+    assert strategy.q_splits("causal", few, 132, ordered=True) == 1
 
 
 def test_hopper_kernels_come_first_and_give_reasons():

@@ -377,19 +377,14 @@ DETERMINISTIC = [
         ("sm_80", Case(B=9, T=200, S=300, H=64, dtype="float16", **CAUSAL)),
     )
 ]
+# Two CTAs divide the query heads, whatever the number of multiprocessors.
+DIVIDED = Case(B=9, T=416, S=150, N=10, K=1, deterministic=True, dtype="float16", **CAUSAL)
+DETERMINISTIC += [Run(DIVIDED, arch="sm_90a", splits=True)]
 SHARES = [
-    Run(
-        Case(B=1, T=600, S=270, N=2, K=1, **CAUSAL),
-        arch="sm_90a",
-        seed=3,
-        multiprocessors=9,
-        splits=True,
-    )
-]
-# These CTAs divide query heads, and the kernel of the bias gradient finds its keys nevertheless.
-SHARES += [
     Run(case, "sm_90a", seed=3, multiprocessors=9, splits=True)
     for case in (
+        Case(B=1, T=600, S=270, N=2, K=1, **CAUSAL),
+        # CTAs divide query heads, and the kernel of the bias gradient finds its keys nevertheless.
         Case(B=1, T=256, S=200, N=8, K=1, dropout=0.2, soft_cap=2.0, **CAUSAL),
         Case(B=2, T=256, S=150, N=8, K=2, H=128, bias="1NTS", lengths=((256, 150), (40, 0))),
         Case(B=6, T=256, S=150, N=4, K=1, sinks=True, shared=SHARED_KEYS, **CAUSAL),

@@ -36,6 +36,8 @@ REPEATED = [
     # More CTAs than any GPU runs at once.
     Case(B=4, T=2048, S=2048, N=16, K=16, **CAUSAL),
     Case(B=4, T=2048, S=2048, N=16, K=16),
+    # They divide the query heads of a group.
+    Case(B=4, T=2048, S=2048, N=32, K=4, H=128, **CAUSAL),
     *(Case(B=3, T=300, S=400, N=4, bias=bias, dropout=0.1) for bias in BIASES),
     *(Case(B=3, T=300, S=400, N=4, H=264, bias=bias, dropout=0.1) for bias in ("1NTS", "B1TS")),
     Case(B=3, T=300, S=400, N=4, H=320, dtype="float32", bias="11TS", **WINDOW),

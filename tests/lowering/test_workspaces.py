@@ -147,7 +147,17 @@ def test_split_q_has_room_for_partial_gradients(fake_compiler):
     names = f'row_statistics,{sums},semaphores"'
     assert f'results = "query_gradient,key_gradient,value_gradient,{names}' in text
     # Two CTAs for each KV block, with dk and dv of 1024 keys.
-    assert f"tensor<2x{8 * 1024 * (64 + 64)}xf32>, tensor<{1 + 64}xi32>" in text
+    assert f"tensor<2x{8 * 1024 * (64 + 64)}xf32>, tensor<{64}xi32>" in text
+
+
+def test_deterministic_split_q_has_semaphores_and_counters(fake_compiler):
+    def ordered(*operands):
+        return loss(*operands, is_causal=True, deterministic_backward=True)
+
+    text = lower(jax.grad(ordered, (0, 1, 2)), *shapes(B=1, T=1024, S=1024, N=8, K=1))
+    assert [spec.split_q for spec, _ in fake_compiler] == [False, True]
+    # Four CTAs for each of eight KV blocks, with a semaphore each, a ticket and eight counters.
+    assert f"tensor<4x{1024 * (64 + 64)}xf32>, tensor<{1 + 4 * 8 + 8}xi32>" in text
 
 
 def test_float32_forwards_have_room_for_hi_and_lo_parts(fake_compiler):

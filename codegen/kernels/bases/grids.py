@@ -39,3 +39,10 @@ def key_tiles(spec: KernelSpec, sizes: Sizes) -> int:
     if has_token_grid(spec):
         return sizes.padded_keys(spec.tile.key) // spec.tile.key
     return sizes.batch * sizes.key_heads * -(-sizes.keys // spec.tile.key)
+
+
+def ordering_words(ctas: int) -> int:
+    """A ticket counter and the semaphore of each CTA, for deterministic sums of dq
+    (ffi/include/memeff/schedule/dq_semaphore.cuh).
+    """
+    return 1 + ctas

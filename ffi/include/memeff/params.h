@@ -205,8 +205,8 @@ struct BackwardParams {
   int head_splits;           // CTAs that divide the query heads of a KV block; shape.key_heads is
                              // K times this
   int row_splits;            // CTAs that divide its Q blocks: see schedule/split_q.cuh
-  int* semaphores;           // for deterministic sums: see schedule/dq_semaphore.cuh and
-                             // schedule/split_q.cuh
+  int* semaphores;           // see schedule/dq_semaphore.cuh, schedule/split_q.cuh and
+                             // kernels/backward/dq_sums/finished.cuh
   BlockMask block_mask;      // of the launched kernel
   char* query_hi_lo;         // 3xFP16: see layout/f16x3_tiles.cuh
   char* key_hi_lo;

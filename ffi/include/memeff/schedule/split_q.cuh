@@ -6,7 +6,8 @@
 // together. The launcher describes `head_splits` times as many key heads, each with a part of the
 // group, and key_head_of() maps them back.
 //
-// If there are too few KV blocks to fill the GPU, `row_splits` CTAs divide the Q blocks of each.
+// If there are too few KV blocks to fill the GPU, `row_splits` CTAs divide the Q blocks of each,
+// unless the sums of dq are deterministic.
 //
 // Each CTA writes its partial dk and dv to global memory. The CTA that finishes last adds up all
 // parts in a fixed order: no CTA waits, and the bits are the same in every run.
@@ -19,6 +20,7 @@
 #include <memeff/arch/copy.cuh>
 #include <memeff/arch/thread.cuh>
 #include <memeff/core/work_item.cuh>
+#include <memeff/schedule/dq_semaphore.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/key_splits.cuh>
 
@@ -39,6 +41,21 @@ CUTE_DEVICE int key_head_of(BackwardParams const& params, unsigned described) {
   hide_value(described);
   return described / unsigned(params.head_splits);
 }
+
+// The part of BackwardParams::semaphores that counts, for each KV block, the CTAs that have stored
+// their parts. It follows the semaphores of deterministic sums.
+template <class Config>
+struct SplitCounters {
+  CUTE_DEVICE static unsigned offset(BackwardParams const& params) {
+    if constexpr (!Config::kOrdersQueries) return 0;
+    return DqSemaphore<Config>::words(params.shape);
+  }
+  CUTE_DEVICE static unsigned words(BackwardParams const& params) {
+    if constexpr (!Config::kSplitQ) return 0;
+    GridTiles<Config, GridRows::keys, Config::kTileKey> const grid = {params.shape};
+    return grid.of_slice() * (grid.slices() / params.head_splits);
+  }
+};
 
 // Divides the Q blocks and adds up the parts. kFloats is the size of a part; kThreads threads own
 // it and synchronize by the named barrier kBarrier.
@@ -80,7 +97,8 @@ struct SplitQ {
     __threadfence();
     named_barrier_sync(kBarrier, kThreads);
     if (threadIdx.x == 0) {
-      store_shared(scratch, atomicAdd(params.semaphores + tile, 1));
+      int* const counters = params.semaphores + SplitCounters<Config>::offset(params);
+      store_shared(scratch, atomicAdd(counters + tile, 1));
       __threadfence();
     }
     named_barrier_sync(kBarrier, kThreads);

@@ -96,9 +96,7 @@ struct FmhaBackwardPreprocess {
 
   CUTE_DEVICE static unsigned semaphore_words(BackwardParams const& params) {
     if constexpr (Config::kCountsKvBlocks) return FinishedDq<Config>{params}.words();
-    ProblemShape shape = params.shape;
-    shape.key_heads = key_head_of<Config>(params, shape.key_heads);
-    return DqSemaphore<Config>::words(shape);
+    return SplitCounters<Config>::offset(params) + SplitCounters<Config>::words(params);
   }
 
   // Adds this lane's part of the dot products of dO and out. `row` is the first of its rows.
