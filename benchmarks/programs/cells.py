@@ -237,7 +237,11 @@ def deterministic() -> list[Cell]:
         _constant_size("deterministic", length, dim, causal=causal)
         for dim, length, causal in itertools.product((64, 128), (2048, 4096, 8192), (False, True))
     ]
-    return cells + [_constant_size("deterministic", 4096, dim, bias=True) for dim in (64, 128)]
+    cells += [_constant_size("deterministic", 4096, dim, bias=True) for dim in (64, 128)]
+    return cells + [
+        Cell("deterministic", 4, 4096, 4096, 32, 32 // group, dim, dim, causal=True)
+        for dim, group in itertools.product((64, 128), (4, 8))
+    ]
 
 
 def memory() -> list[Cell]:

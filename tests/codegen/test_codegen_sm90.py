@@ -112,6 +112,40 @@ def test_q_splits_fill_the_gpu_and_have_enough_q_blocks(sizes, shares):
     assert strategy.q_splits("none", Sizes(**{**usual, **sizes}), 132) == shares
 
 
+GROUPED = {
+    "batch": 8,
+    "queries": 4096,
+    "keys": 4096,
+    "heads": 32,
+    "key_heads": 4,
+    "head_dim": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "splits"),
+    [
+        ({}, 4),
+        ({"batch": 9}, 4),
+        ({"batch": 9, "head_dim": 64}, 2),
+        ({"queries": 1024}, 2),
+        ({"queries": 512}, 1),
+        ({"key_heads": 8}, 2),
+        ({"key_heads": 8, "head_dim": 64}, 1),
+        ({"key_heads": 16}, 1),
+        ({"heads": 24}, 2),
+        ({"heads": 20}, 1),
+        ({"query_tokens": 32768, "key_tokens": 32768}, 4),
+    ],
+    ids=str,
+)
+def test_ctas_that_order_additions_divide_more_groups(sizes, splits):
+    found = Sizes(**{**GROUPED, **sizes})
+    assert strategy.q_splits("causal", found, 132, ordered=True) == splits
+    assert strategy.q_splits("none", found, 132, ordered=True) == 1
+    assert 2 * splits <= max(2, found.group)
+
+
 @pytest.mark.parametrize(
     ("sizes", "splits"),
     [
@@ -137,18 +171,8 @@ def test_q_splits_fill_the_gpu_and_have_enough_q_blocks(sizes, shares):
 )
 def test_ctas_divide_the_query_heads_of_large_groups_under_causal_masks(sizes, splits):
     """The partial sums of dk and dv then need at most as much memory as the sums of dq."""
-    usual = {
-        "batch": 8,
-        "queries": 4096,
-        "keys": 4096,
-        "heads": 32,
-        "key_heads": 4,
-        "head_dim": 128,
-    }
-    found = Sizes(**{**usual, **sizes})
+    found = Sizes(**{**GROUPED, **sizes})
     assert strategy.q_splits("causal", found, 132) == splits
-    of_heads = 1 if found.group % splits else splits
-    assert strategy.q_splits("causal", found, 132, ordered=True) == of_heads
     assert 2 * splits <= max(2, found.group)
     assert strategy.q_splits("window", found, 132) == 1
 

@@ -378,7 +378,7 @@ DETERMINISTIC = [
     )
 ]
 # Two CTAs divide the query heads, whatever the number of multiprocessors.
-DIVIDED = Case(B=9, T=416, S=150, N=10, K=1, deterministic=True, dtype="float16", **CAUSAL)
+DIVIDED = Case(B=9, T=590, S=130, N=14, K=1, deterministic=True, dtype="float16", **CAUSAL)
 DETERMINISTIC += [Run(DIVIDED, arch="sm_90a", splits=True)]
 SHARES = [
     Run(case, "sm_90a", seed=3, multiprocessors=9, splits=True)

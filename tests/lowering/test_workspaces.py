@@ -156,8 +156,8 @@ def test_deterministic_split_q_has_semaphores_and_counters(fake_compiler):
 
     text = lower(jax.grad(ordered, (0, 1, 2)), *shapes(B=1, T=1024, S=1024, N=8, K=1))
     assert [spec.split_q for spec, _ in fake_compiler] == [False, True]
-    # Four CTAs for each of eight KV blocks, with a semaphore each, a ticket and eight counters.
-    assert f"tensor<4x{1024 * (64 + 64)}xf32>, tensor<{1 + 4 * 8 + 8}xi32>" in text
+    # Two CTAs for each of eight KV blocks, with a semaphore each, a ticket and eight counters.
+    assert f"tensor<2x{1024 * (64 + 64)}xf32>, tensor<{1 + 2 * 8 + 8}xi32>" in text
 
 
 def test_float32_forwards_have_room_for_hi_and_lo_parts(fake_compiler):
