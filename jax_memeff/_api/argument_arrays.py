@@ -145,8 +145,9 @@ def sinks(value: Any, query_dtype: Any, heads: int) -> jax.Array | None:
         return None
     array = jnp.asarray(values.array("sinks", value))
     if array.dtype not in (query_dtype, np.dtype("float32")):
+        or_float32 = "" if query_dtype == np.dtype("float32") else ", or float32"
         raise TypeError(
-            f"sinks must have the dtype of query, {query_dtype}, or float32, got {array.dtype}; "
+            f"sinks must have the dtype of query, {query_dtype}{or_float32}, got {array.dtype}; "
             "cast it, for example sinks.astype('float32')"
         )
     if array.shape != (heads,):

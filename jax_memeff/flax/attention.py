@@ -145,6 +145,21 @@ def separated(mask: ArrayLike | Mask | None) -> tuple[Mask, jax.Array | None]:
     return Mask(), array
 
 
+def is_nonzero(mask: jax.Array) -> jax.Array:
+    """Users may forbid comparisons of bool with int (``jax_numpy_dtype_promotion="strict"``)."""
+    return mask if mask.dtype == bool else mask != 0
+
+
+def promoted_sinks(sinks: ArrayLike | None, query: jax.Array) -> jax.Array | None:
+    """Sinks in the dtype of the scores: a model's parameters may have been cast to another one."""
+    if sinks is None:
+        return None
+    array = jnp.asarray(values.array("sinks", sinks))
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array  # attention refuses it
+    return array.astype(score_dtype(query.dtype))
+
+
 def _require_kind(name: str, array: jax.Array, expected: str, *kinds: Any) -> None:
     """Raise ``TypeError`` for an array of another kind, such as one of random keys."""
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.bool_, *kinds)):
@@ -177,9 +192,7 @@ def attend(
         bias = _bias_dtype(jnp.asarray(values.array("bias", bias)), query)
         bias = _flatten_score_batch("bias", bias, batch_shape)
     if mask is not None:
-        # Users may forbid comparisons of bool with int (``jax_numpy_dtype_promotion="strict"``).
-        valid = mask if mask.dtype == bool else mask != 0
-        conditions &= Mask.boolean(_flatten_score_batch("mask", valid, batch_shape))
+        conditions &= Mask.boolean(_flatten_score_batch("mask", is_nonzero(mask), batch_shape))
     rate = dropout.checked_rate(dropout_rate)
     if rate > 0 and dropout_rng is None:
         raise ValueError(
@@ -196,7 +209,7 @@ def attend(
         dropout_rate=rate,
         dropout_key=dropout_rng,
         precision=_precision(precision),
-        sinks=sinks,
+        sinks=promoted_sinks(sinks, query),
         score_mod=score_mod,
         residual_checkpoint_name=residual_checkpoint_name,
     )

@@ -17,6 +17,7 @@ from jax_memeff._api.paged.attention import paged_attention
 from jax_memeff._call import values
 from jax_memeff._call.mask import Mask
 from jax_memeff.codegen.features.pages import MULTIPLE
+from jax_memeff.flax.attention import is_nonzero, promoted_sinks, separated
 from jax_memeff.flax.heads import rotated
 
 
@@ -118,6 +119,7 @@ def attend_pages(
                 f"{name} must be None with pages, got {type(value_of_it).__name__}; "
                 "see jax_memeff.paged_attention for the supported arguments"
             )
+    conditions, array = separated(mask)
     query, key = rotated(
         query,
         key,
@@ -137,8 +139,8 @@ def attend_pages(
         *pools,
         *sequences,
         query_starts=pages.query_starts,
-        mask=mask,
-        sinks=sinks,
+        mask=conditions if array is None else is_nonzero(array),
+        sinks=promoted_sinks(sinks, query),
         score_mod=score_mod,
         **scales,
     )

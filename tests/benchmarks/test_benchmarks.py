@@ -258,12 +258,12 @@ def test_no_program_always_follows_the_same_one(timing):
 def test_every_table_has_its_cells(modules):
     """The project promises figures for these cells: their sizes, features and number."""
     sets = modules("programs.cells").SETS
-    for name, number in (("main", 24), ("features", 18), ("float32", 4), ("deterministic", 14)):
+    for name, number in (("main", 24), ("features", 18), ("float32", 4), ("deterministic", 18)):
         cells = sets[name]()
         assert len({cell.name for cell in cells}) == len(cells) == number
         for cell in cells:
             assert cell.batch * cell.query_length == 16384
-            assert cell.heads * cell.head_dim == 2048
+            assert cell.heads * cell.head_dim == 2048 or cell.heads > cell.key_heads
             assert cell.group == name and cell.gradients
     grid = {(c.head_dim, c.query_length, c.causal) for c in sets["main"]()}
     assert {dim for dim, _, _ in grid} == {64, 128, 256}

@@ -294,6 +294,27 @@ def test_sinks_are_a_parameter_of_both(assert_close):
     assert_close(layer(x), layer.out(out), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sinks_are_promoted_like_other_parameters(dtype, assert_close):
+    """Checkpoints are often cast as a whole."""
+    x = jax.random.normal(jax.random.key(0), (2, 10, 32))
+    layer = OURS.linen.MultiHeadAttention(4, sinks_init=linen.initializers.normal(1.0))
+    variables: Any = layer.init(jax.random.key(1), x)
+    cast = jax.tree.map(lambda parameter: parameter.astype(dtype), variables)
+    out: Any = layer.apply(cast, x)
+    assert out.dtype == jnp.float32
+    assert_close(out, layer.apply(variables, x), 0.05)
+    of_float16: Any = layer.clone(dtype=jnp.bfloat16).apply(cast, x)
+    assert of_float16.dtype == jnp.bfloat16
+    of_nnx = OURS.nnx.MultiHeadAttention(
+        4, 32, sinks_init=lambda *_: jnp.ones(4, dtype), rngs=nnx.Rngs(0)
+    )
+    assert of_nnx(x).dtype == jnp.float32
+    x4 = jnp.ones((1, 2, 4, 8))
+    with pytest.raises(TypeError, match="sinks must have the dtype of query, float32, got int32"):
+        OURS.attention_fn(x4, x4, x4, sinks=jnp.ones(4, jnp.int32))
+
+
 @pytest.mark.parametrize(
     ("x", "positions", "error", "message"),
     [

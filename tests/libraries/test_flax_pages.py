@@ -103,6 +103,21 @@ def test_linen():
     check(found, lambda x: layer.apply({"params": params}, x, is_causal=True, mask=WINDOW))
 
 
+def test_masks_may_be_numbers(assert_close):
+    """Flax makes float32 masks, in which nonzero means attend."""
+    layer = linen_layer(pool_shape=(12, 16))
+    variables = layer.init(jax.random.key(0), X[0][None])
+    pages = Pages(jnp.array([[7, 4, 2]]), jnp.array([37]))
+    mask = nnx.make_causal_mask(jnp.ones((1, 48)))[:, :, :37] * (jnp.arange(48) != 3)
+    assert mask.dtype == jnp.float32
+    outs = [
+        layer.apply(variables, X[0][None], pages=pages, mask=each, mutable=["cache"])[0]
+        for each in (mask, mask != 0, -2 * mask)
+    ]
+    for out in outs[1:]:
+        assert_close(out, outs[0], 0)
+
+
 def test_linen_call_without_a_cache_appends_to_an_empty_one(assert_close):
     layer = linen_layer(pool_shape=(12, 16))
     params = {"params": layer.init(jax.random.key(0), X[0][None])["params"]}

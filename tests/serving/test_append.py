@@ -127,6 +127,19 @@ def test_float8_saturates(per_page):
     assert keys.dtype == values.dtype == jnp.float8_e4m3fn
 
 
+@pytest.mark.parametrize("per_page", [False, True])
+def test_float8_head_of_zeros_has_scale_zero(per_page):
+    pool = jnp.zeros((1, 16, 2, 4), jnp.float8_e4m3fn)
+    tokens = jax.random.normal(jax.random.key(0), (1, 3, 2, 4)).at[:, :, 1].set(0)
+    scale = jnp.abs(tokens).max((0, 1, 3)) / 448
+    place = jnp.array([[0]]), jnp.array([3])
+    scales = dict.fromkeys(("key_scale", "value_scale"), scale[None] if per_page else scale)
+    pools = append(pool, pool, tokens, tokens, *place, **scales)
+    assert not np.asarray(pools[0], np.float32)[:, :, 1].any()
+    out = paging.paged_attention(jnp.ones((1, 1, 4, 4)), *pools, *place, **scales)
+    assert np.isfinite(out).all() and not np.asarray(out)[..., 2:, :].any()
+
+
 def test_float8_tokens_are_divided_by_the_scale():
     pool = jnp.zeros((1, 16, 2, 4), jnp.float8_e4m3fn)
     scale = jnp.array([0.5, 2.0])

@@ -184,13 +184,15 @@ def _places(
 
 
 def _as_stored(x: jax.Array, scale: jax.Array | None, page: jax.Array, dtype: Any) -> jax.Array:
-    """New tokens in the dtype of the pool, divided by their scale."""
+    """New tokens in the dtype of the pool, divided by their scale. A head of zeros may have the
+    scale 0, and stays zeros.
+    """
     if x.dtype == dtype and scale is None:
         return x
     wide = x.astype(jnp.float32)
     if scale is not None:
         own = scale[0] if scale.shape[1] == 1 else jnp.take(scale[0], page, 0, mode="clip")
-        wide = wide / own
+        wide = wide / jnp.where(own == 0, 1, own)
     return jnp.clip(wide, -LARGEST_FLOAT8, LARGEST_FLOAT8).astype(dtype)
 
 
