@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 
-_ARCH = re.compile(r"(?:sm_([1-9]\d{1,2})[af]?|compute_([1-9]\d{1,2}))", re.ASCII)
+# The suffix "a" begins with capability 9.0, and "f" with 10.0.
+_ARCH = re.compile(
+    r"sm_(?:([1-9]\d{1,2})|(9\d|[1-9]\d\d)a|([1-9]\d\d)f)|compute_([1-9]\d{1,2})", re.ASCII
+)
 
 # Capabilities whose architecture-specific instructions (the "a" suffix) some kernels use. A kernel
 # is compiled for the capability of one device, so the suffix costs no portability.
@@ -28,7 +31,7 @@ def capability(arch: str) -> int:
         raise ValueError(
             f"expected the name of a GPU architecture such as 'sm_80' or 'sm_90a', got {arch!r}"
         )
-    return int(match[1] or match[2])
+    return int(next(filter(None, match.groups())))
 
 
 def is_virtual(arch: str) -> bool:

@@ -24,7 +24,7 @@ from jax_memeff import config
 from jax_memeff._command import archives, argument_types, output, stored, tables, tiles
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
-from jax_memeff.codegen import emit, select
+from jax_memeff.codegen import emit, gpu, select
 from jax_memeff.codegen.features import BY_NAME, FEATURES
 from jax_memeff.codegen.problem import (
     DIRECTIONS,
@@ -229,7 +229,11 @@ def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
         chosen = {} if options.dtype is None else {"dtypes": [options.dtype]}
         if options.head_dim is not None:
             chosen["dims"] = [(options.head_dim, options.value_dim or options.head_dim)]
-        return select.closure(arch, **chosen)
+        closure = list(select.closure(arch, **chosen))
+        if not closure:
+            dtypes = ", ".join(gpu.of(arch).dtypes)
+            raise UnsupportedError([f"{arch} multiplies {dtypes}, not {options.dtype}"])
+        return closure
     if options.all:
         raise ValueError("expected features of one problem, or --all for every kernel, not both")
     problems = dict.fromkeys((_problem(options, arch, "forward", sums_gradients=False),))

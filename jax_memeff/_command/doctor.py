@@ -191,6 +191,8 @@ def _archive() -> Finding:
     if not found.fits:
         text = f"was written by jax_memeff {found.version}, whose headers differ"
         return Finding("archive", False, text, again)
+    if not found.kernels:
+        return Finding("archive", False, "has no kernels", again)
     return Finding("archive", True, f"{found.kernels} kernels for {', '.join(found.archs)}")
 
 

@@ -65,8 +65,11 @@ def prebuilt_kernels() -> str:
     if found is None:
         return "JAX_MEMEFF_KERNELS is not set"
     fits = "" if found.fits else ", whose headers differ: not used"
+    kernels = (
+        f"{found.kernels} kernels for {', '.join(found.archs)}" if found.kernels else "no kernels"
+    )
     return (
-        f"{config.kernel_archive()}: {found.kernels} kernels for {', '.join(found.archs)}, "
+        f"{config.kernel_archive()}: {kernels}, "
         f"by jax_memeff {found.version} and NVRTC {found.compiler.get('nvrtc', 'unknown')}{fits}"
     )
 

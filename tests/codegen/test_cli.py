@@ -257,6 +257,8 @@ def test_explain_tells_why_each_kernel_is_rejected(capsys):
         (["kernels", "--arch", "hopper"], "expected the name of a GPU architecture"),
         (["info", "--arch", "sm_1"], "expected the name of a GPU architecture"),
         (["info", "--arch", "sm_090"], "expected the name of a GPU architecture"),
+        (["info", "--arch", "sm_80a"], "expected the name of a GPU architecture"),
+        (["info", "--arch", "sm_90f"], "expected the name of a GPU architecture"),
         (["doctor", "--arch", "sm_90a"], "unrecognized arguments: --arch"),
         (["explain", "--dtype", "int8", "--head-dim", "64"], "invalid choice"),
         ([], "required"),
@@ -272,6 +274,14 @@ def test_wrong_arguments_exit_with_2(capsys, arguments, said):
 def test_build_of_an_unsupported_problem(capsys):
     assert cli.main(["build", "--head-dim", "70000", "--dtype", "f16", "--arch", "sm_80"]) == 1
     assert "the largest with a kernel is 65536" in capsys.readouterr().err
+
+
+def test_build_for_an_architecture_without_the_dtype_writes_nothing(capsys, tmp_path):
+    path = tmp_path / "kernels.zip"
+    chosen = ["--head-dim", "64", "--dtype", "bf16", "--arch", "sm_75"]
+    assert cli.main(["build", *chosen, "--output", str(path)]) == 1
+    assert "sm_75 multiplies f16, not bf16" in capsys.readouterr().err
+    assert not path.exists()
 
 
 def test_compile_errors_exit_with_1(capsys, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 import jax_memeff
 from jax_memeff import cli
-from jax_memeff._command import doctor, models
+from jax_memeff._command import doctor, models, tables
 from jax_memeff._command.doctor import Machine
 from jax_memeff.codegen.toolchain import nvrtc, parts, prebuilt
 from jax_memeff.codegen.toolchain.compile import Compiled
@@ -130,16 +130,19 @@ def test_commands_are_not_broken_into_lines(monkeypatch, capsys):
     ]
 
 
-@pytest.mark.parametrize("written", [False, True])
-def test_an_archive(on, tmp_path, monkeypatch, written):
+@pytest.mark.parametrize("kernels", [None, 0, 1])
+def test_an_archive(on, tmp_path, monkeypatch, kernels):
     path = tmp_path / "kernels.zip"
-    if written:
-        prebuilt.write(path, {("source", "sm_80", ("name",)): b"payload"}, {})
+    if kernels is not None:
+        payloads = {("source", "sm_80", ("name",)): b"payload"} if kernels else {}
+        prebuilt.write(path, payloads, {})
     monkeypatch.setenv("JAX_MEMEFF_KERNELS", str(path))
     code, found, advice = on(NO_GPU)
-    assert code == (0 if written else 1)
-    assert ("ok archive 1 kernels for sm_80" in found) == written
-    assert ("build --models" in advice) == (not written)
+    assert code == (0 if kernels else 1)
+    assert ("ok archive 1 kernels for sm_80" in found) == bool(kernels)
+    assert ("archive has no kernels" in found) == (kernels == 0)
+    assert ("build --models" in advice) == (not kernels)
+    assert ("no kernels" in tables.prebuilt_kernels()) == (kernels == 0)
 
 
 def test_the_driver_of_this_machine_is_asked():
