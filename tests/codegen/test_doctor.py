@@ -134,8 +134,7 @@ def test_commands_are_not_broken_into_lines(monkeypatch, capsys):
 def test_an_archive(on, tmp_path, monkeypatch, kernels):
     path = tmp_path / "kernels.zip"
     if kernels is not None:
-        payloads = {("source", "sm_80", ("name",)): b"payload"} if kernels else {}
-        prebuilt.write(path, payloads, {})
+        prebuilt.write(path, {("source", "sm_80", ("name",)): b"payload"} if kernels else {}, {})
     monkeypatch.setenv("JAX_MEMEFF_KERNELS", str(path))
     code, found, advice = on(NO_GPU)
     assert code == (0 if kernels else 1)
