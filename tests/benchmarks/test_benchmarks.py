@@ -263,8 +263,12 @@ def test_every_table_has_its_cells(modules):
         assert len({cell.name for cell in cells}) == len(cells) == number
         for cell in cells:
             assert cell.batch * cell.query_length == 16384
-            assert cell.heads * cell.head_dim == 2048 or cell.heads > cell.key_heads
+            if cell.heads == cell.key_heads:
+                assert cell.heads * cell.head_dim == 2048
             assert cell.group == name and cell.gradients
+        grouped = {(c.head_dim, c.heads, c.key_heads) for c in cells if c.heads > c.key_heads}
+        expected = set(itertools.product((64, 128), (32,), (4, 8)))
+        assert grouped == (expected if name == "deterministic" else set())
     grid = {(c.head_dim, c.query_length, c.causal) for c in sets["main"]()}
     assert {dim for dim, _, _ in grid} == {64, 128, 256}
     assert {length for _, length, _ in grid} == {512, 2048, 8192, 16384}

@@ -103,4 +103,9 @@ struct NoDqSemaphoreSm90 {
   CUTE_DEVICE static void end_additions(Control&) {}
 };
 
+// The one of the two that a kernel uses.
+template <class Config>
+using DqOrderSm90 =
+    cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>, NoDqSemaphoreSm90<Config>>;
+
 }  // namespace memeff

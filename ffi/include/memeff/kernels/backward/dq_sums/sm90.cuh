@@ -18,8 +18,7 @@ namespace memeff {
 // and waits until the load/store unit has read the registers.
 template <class Config, class Tiles>
 struct RegisterDqSumsSm90 {
-  using Semaphore = cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>,
-                                        NoDqSemaphoreSm90<Config>>;
+  using Semaphore = DqOrderSm90<Config>;
   using Control = typename Semaphore::Control;
   static_assert(!Config::kStoresFirstDq);
   static constexpr int kSharedBytes = 0;
@@ -60,8 +59,7 @@ struct TmaDqSumsSm90 {
   static constexpr bool kOrdered = Config::kOrdersQueries;
   static_assert(Config::kStoresFirstDq);
   static constexpr int kSharedBytes = Tiles::kQueryTileFloats * int(sizeof(float));
-  using Semaphore =
-      cute::conditional_t<kOrdered, DqSemaphoreSm90<Config>, NoDqSemaphoreSm90<Config>>;
+  using Semaphore = DqOrderSm90<Config>;
 
   // In shared memory.
   struct Control : Semaphore::Control {
