@@ -68,13 +68,15 @@ def _dims(*dims: int) -> tuple[dict[str, Any], ...]:
     return tuple({"head_dim": dim, "value_dim": dim} for dim in dims)
 
 
-_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
+_MULTIPLES_OF_8 = range(24, 257, 8)
+_OTHER_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120")
 
 ROWS = (
     Row("float16, bfloat16", ({"dtype": "f16"}, {"dtype": "bf16"})),
     Row("float32", ({"dtype": "f32"}, {"dtype": "tf32"})),
     Row("float64", ({"dtype": "f64"},)),
-    Row("head dims up to 256", _dims(*range(1, 257))),
+    Row("head dims from 24 to 256 that are multiples of 8", _dims(*_MULTIPLES_OF_8)),
+    Row("other head dims up to 256", _dims(*(set(range(1, 257)) - set(_MULTIPLES_OF_8)))),
     Row("head dims from 257 to 65536", _dims(257, 264, 512, 1000, 4096, 65536)),
     Row("value dim ≠ head dim", ({"head_dim": 192, "value_dim": 128}, {"value_dim": 32})),
     Row("grouped-query and multi-query heads"),
@@ -103,7 +105,11 @@ ROWS = (
         "few queries, as in decoding",
         strategies=tuple(filter(lambda each: each.splits_keys, map(Strategy, QUERY_ROWS))),
     ),
-    Row("GPUs from sm_80 on (A100, L4, H100, B200, RTX 50)", tuple({"arch": a} for a in _ARCHS)),
+    Row("sm_90a (H100, H200)", ({"arch": "sm_90a"},)),
+    Row(
+        "other GPUs from sm_80 on (A100, L4, B200, RTX 50)",
+        tuple({"arch": arch} for arch in _OTHER_ARCHS),
+    ),
     Row("sm_75 (T4, RTX 20), float16", ({"arch": "sm_75", "dtype": "f16"},)),
     Row("GPUs before sm_75 (V100)", ({"arch": "sm_70", "dtype": "f16"},)),
 )
