@@ -135,6 +135,25 @@ def test_values_that_are_all_masked_or_equal():
     assert "0 (▁) to 0 (█)" in str(jax_memeff.picture(x, x, x, bias=jnp.zeros((4, 4))))
 
 
+@pytest.mark.quick
+def test_values_that_mask_or_are_not_finite():
+    """The call masks scores below -1e37, and its output is NaN where a score is NaN or +inf."""
+    x = jnp.ones((1, 4, 1, 8))
+    lowest = jnp.finfo("float32").min
+    bias = jnp.array([[0, 1, 2, -1e38], [lowest, 0, 2, 2], [jnp.nan, 0, 2, 2], [jnp.inf, 0, 2, 2]])
+    picture = jax_memeff.picture(x, x, x, bias, is_causal=True)
+    _, legend, *lines = str(picture).splitlines()
+    assert legend == "a score of 0 becomes 0 (▁) to 2 (█), · masked, ! NaN or inf"
+    assert lines == ["▁▁· · ·", "· ▁▁· ·", "! ▁▁██·", "! ▁▁████"]
+    np.testing.assert_array_equal(picture.valid, np.tri(4, dtype=bool) & (bias != lowest))
+    out = jax_memeff.dot_product_attention(x, x, x, bias, is_causal=True)[0, :, 0, 0]
+    np.testing.assert_array_equal(np.isnan(out), [False, False, True, True])
+    below = jax_memeff.picture(x, x, x, score_mod=lambda s, b, h, q, k: jnp.where(k < q, -1e38, s))
+    np.testing.assert_array_equal(below.valid, ~np.tri(4, k=-1, dtype=bool))
+    nothing = jax_memeff.picture(x, x, x, jnp.full((4, 4), jnp.nan))
+    assert "no element has a finite score, · masked, ! NaN or inf\n! ! ! !" in str(nothing)
+
+
 def test_values_whose_difference_overflows():
     x = jnp.ones((1, 4, 1, 8))
     bias = jnp.where(jnp.arange(4) < 2, 3e38, -1e37)
@@ -208,6 +227,15 @@ def test_plots():
     drawn = jax_memeff.picture(x, x, x, bias=jnp.ones((8, 8)), is_causal=True)
     assert drawn.plot(given) is given
     assert np.ma.getmaskarray(given.images[1].get_array()).sum() == 28
+    bias = jnp.zeros((8, 8)).at[:, 0].set(jnp.nan).at[:, 1].set(-jnp.inf)
+    kinds = figure.kinds_of(jax_memeff.picture(x, x, x, bias=bias))
+    assert [list(figure.COLORS_WITHOUT_VALUE)[kind] for kind in kinds[3, :2]] == [
+        "NaN or inf",
+        "masked",
+    ]
+    assert np.ma.getmaskarray(kinds)[:, 2:].all()
+    with pytest.raises(TypeError, match=r"axes must be a matplotlib\.axes\.Axes .* got <Figure"):
+        drawn.plot(given.figure)
     assert Mask.causal().plot(8, axes=pyplot.subplots()[1]).get_xlabel() == "key column"
     pyplot.close("all")
 

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_memeff._api import attention as api
+from jax_memeff._blockwise.functions import is_masked
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.pictures.picture import Picture, elements, of_canonical
 from jax_memeff._call.offsets import Offsets
@@ -108,29 +109,36 @@ def picture(
         head=head,
         offsets=offsets,
     )
-    values = _values(operands, options, drawn, batch, head, offsets)
-    return dataclasses.replace(drawn, values=values, title=title)
+    return dataclasses.replace(
+        _with_values(drawn, operands, options, batch, head, offsets), title=title
+    )
 
 
-def _values(
+def _with_values(
+    drawn: Picture,
     operands: Operands,
     options: Options,
-    drawn: Picture,
     batch: int,
     head: int,
     offsets: Offsets,
-) -> np.ndarray | None:
-    """The value of a score of 0 after the score function and the bias; None without both."""
+) -> Picture:
+    """The picture with what a score of 0 becomes after the score function and the bias, if there
+    are any. Elements that these mask are not valid.
+    """
     if options.score_function is None and operands.bias is None:
-        return None
+        return drawn
     values = jnp.zeros(drawn.valid.shape, jnp.float32)
+    valid = jnp.asarray(drawn.valid)
     if options.score_function is not None:
         place = elements(drawn.rows, drawn.columns, batch, head, offsets)
         arrays = [x[0] for x in operands.captured]
         values = evaluate(options.score_function, values, *place, arrays)
+        valid &= ~is_masked(values)
     if operands.bias is not None:
         index = (batch, head, drawn.rows[:, None], drawn.columns[None])
         sizes = operands.bias.shape
         own = tuple(0 if size == 1 else x for size, x in zip(sizes, index, strict=True))
-        values = values + operands.bias[own].astype(jnp.float32)
-    return np.asarray(values)
+        bias = operands.bias[own].astype(jnp.float32)
+        values = values + bias
+        valid &= ~is_masked(bias)
+    return dataclasses.replace(drawn, values=np.asarray(values), valid=np.asarray(valid))

@@ -368,6 +368,7 @@ class Mask(Conditions):
 
         Raises:
             ImportError: matplotlib is not installed.
+            TypeError: ``axes`` is not an Axes.
         """
         return self.picture(T, S, **options).plot(axes)
 

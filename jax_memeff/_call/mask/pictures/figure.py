@@ -21,6 +21,13 @@ COLORS = {
 }
 """The color of each kind of element, in the order of the numbers in the image."""
 
+COLORS_WITHOUT_VALUE = {
+    "skipped tile": COLORS["skipped tile"],
+    "masked": COLORS["masked in a partial tile"],
+    "NaN or inf": "#e31a1c",
+}
+"""Likewise in a picture of values, for elements that have no finite one."""
+
 _MOST_LINES = 64
 """With more tiles than this along an axis, no lines are drawn between them."""
 
@@ -30,8 +37,10 @@ def drawing(picture: Picture, axes: Any = None) -> Any:
 
     Raises:
         ImportError: matplotlib is not installed.
+        TypeError: ``axes`` is not an Axes.
     """
     try:
+        types = importlib.import_module("matplotlib.axes")
         colors = importlib.import_module("matplotlib.colors")
         patches = importlib.import_module("matplotlib.patches")
         pyplot = importlib.import_module("matplotlib.pyplot")
@@ -42,23 +51,26 @@ def drawing(picture: Picture, axes: Any = None) -> Any:
         ) from error
     if axes is None:
         _, axes = pyplot.subplots(figsize=(5.5, 5.5), layout="constrained")
+    elif not isinstance(axes, types.Axes):
+        raise TypeError(f"axes must be a matplotlib.axes.Axes or None, got {axes!r:.80}")
     T, S = picture.sizes
     place: dict[str, Any] = {"extent": (0, S, T, 0), "interpolation": "nearest", "aspect": "auto"}
+    palette = COLORS if picture.values is None else COLORS_WITHOUT_VALUE
     kinds = kinds_of(picture)
-    palette = colors.ListedColormap(list(COLORS.values()))
-    if picture.values is None:
-        axes.imshow(kinds, cmap=palette, vmin=-0.5, vmax=len(COLORS) - 0.5, **place)
-        names = list(COLORS)
-    else:
-        is_shown = (kinds >= 2) & np.isfinite(picture.values)
-        names = [name for index, name in enumerate(COLORS) if index < 2]
-        axes.imshow(kinds, cmap=palette, vmin=-0.5, vmax=len(COLORS) - 0.5, **place)
-        shown = np.ma.masked_array(picture.values, ~is_shown)
+    axes.imshow(
+        kinds,
+        cmap=colors.ListedColormap(list(palette.values())),
+        vmin=-0.5,
+        vmax=len(palette) - 0.5,
+        **place,
+    )
+    if picture.values is not None:
+        shown = np.ma.masked_array(picture.values, ~np.ma.getmaskarray(kinds))
         image = axes.imshow(shown, cmap="viridis", **place)
         axes.figure.colorbar(image, ax=axes, label="what a score of 0 becomes", shrink=0.8)
-    present = {list(COLORS)[kind] for kind in np.unique(kinds)}
-    handles = [patches.Patch(color=COLORS[name], label=name) for name in names if name in present]
-    if handles:
+    names = [list(palette)[kind] for kind in np.unique(kinds.compressed())]
+    if names:
+        handles = [patches.Patch(color=palette[name], label=name) for name in names]
         axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
     _lines(picture, axes)
     axes.set_xlabel("key column")
@@ -70,13 +82,17 @@ def drawing(picture: Picture, axes: Any = None) -> Any:
     return axes
 
 
-def kinds_of(picture: Picture) -> np.ndarray:
-    """int [r, c]: the index in ``COLORS`` of each element of the picture."""
+def kinds_of(picture: Picture) -> np.ma.MaskedArray:
+    """int [r, c]: the index in ``COLORS`` of each element of the picture, or in
+    ``COLORS_WITHOUT_VALUE``. Elements with a value are masked out.
+    """
     tiles = np.ix_(picture.rows // picture.tile[0], picture.columns // picture.tile[1])
     classes = picture.classes[tiles]
+    if picture.values is not None:
+        kinds = np.where(classes == SKIPPED, 0, np.where(picture.valid, 2, 1))
+        return np.ma.masked_array(kinds, (kinds == 2) & np.isfinite(picture.values))
     kinds = np.where(classes == PARTIAL, np.where(picture.valid, 2, 1), 0)
-    kinds = np.where(classes == FULL, 3, kinds)
-    return np.where(classes == SKIPPED, 0, kinds)
+    return np.ma.masked_array(np.where(classes == FULL, 3, kinds))
 
 
 def _lines(picture: Picture, axes: Any) -> None:

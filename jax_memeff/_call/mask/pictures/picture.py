@@ -49,7 +49,7 @@ class Picture:
     columns: np.ndarray
     """int [c], likewise for columns."""
     valid: np.ndarray
-    """bool [r, c]: whether these elements are valid."""
+    """bool [r, c]: whether these elements are valid: no mask, score function or bias masks them."""
     values: np.ndarray | None = None
     """float [r, c]: a score of 0 after the score function and the bias, if there are any."""
     title: str = ""
@@ -72,6 +72,7 @@ class Picture:
 
         Raises:
             ImportError: matplotlib is not installed.
+            TypeError: ``axes`` is not an Axes.
         """
         return figure.drawing(self, axes)
 

@@ -16,6 +16,7 @@ _MOST_COLUMNS = 40
 
 _OF_TILE = {SKIPPED: "· ", FULL: "██", PARTIAL: "▒▒"}
 _LEVELS = "▁▂▃▄▅▆▇█"
+_MASKED, _NOT_FINITE = "· ", "! "
 
 
 def drawing(picture: Picture) -> str:
@@ -98,16 +99,18 @@ def _values(picture: Picture, values: np.ndarray) -> tuple[list[str], str]:
     """The values of some elements, quantized to levels."""
     places = [np.arange(min(n, _MOST_COLUMNS)) * n // min(n, _MOST_COLUMNS) for n in values.shape]
     own, valid = values[np.ix_(*places)], picture.valid[np.ix_(*places)]
-    valid = valid & np.isfinite(own)
-    if not valid.any():
-        return [" ·" * own.shape[1]] * own.shape[0], "all elements are masked"
-    low, high = float(own[valid].min()), float(own[valid].max())
-    # Halved, because the difference of two floats may overflow.
-    above_low = np.where(valid, own, low) / np.float64(2) - low / 2
-    scaled = above_low / (high / 2 - low / 2 or 1)
-    levels = np.minimum((scaled * len(_LEVELS)).astype(int), len(_LEVELS) - 1)
-    grid = [
-        "".join(2 * _LEVELS[level] if holds else "· " for level, holds in zip(*line, strict=True))
-        for line in zip(levels, valid, strict=True)
-    ]
-    return grid, f"a score of 0 becomes {low:.3g} (▁) to {high:.3g} (█), · masked"
+    shown = valid & np.isfinite(own)
+    cells = np.where(valid, _NOT_FINITE, _MASKED)
+    legend = "all elements are masked"
+    if shown.any():
+        low, high = float(own[shown].min()), float(own[shown].max())
+        # Halved, because the difference of two floats may overflow.
+        above_low = np.where(shown, own, low) / np.float64(2) - low / 2
+        scaled = above_low / (high / 2 - low / 2 or 1)
+        levels = np.minimum((scaled * len(_LEVELS)).astype(int), len(_LEVELS) - 1)
+        cells = np.where(shown, np.array([2 * level for level in _LEVELS])[levels], cells)
+        legend = f"a score of 0 becomes {low:.3g} (▁) to {high:.3g} (█), · masked"
+    if (valid & ~shown).any():
+        legend = legend if shown.any() else "no element has a finite score, · masked"
+        legend += ", ! NaN or inf"
+    return ["".join(line) for line in cells], legend
