@@ -358,13 +358,11 @@ class Mask(Conditions):
         self.picture(T, S, **options).show()
 
     def plot(self, T: int, S: int | None = None, *, axes: Any = None, **options: Any) -> Any:
-        """Draw with matplotlib; the arguments are those of :meth:`picture`.
+        """Draw with matplotlib and return the axes; the other arguments are those of
+        :meth:`picture`.
 
         Args:
             axes: a ``matplotlib.axes.Axes``; None makes a figure.
-
-        Returns:
-            The axes.
 
         Raises:
             ImportError: matplotlib is not installed.
