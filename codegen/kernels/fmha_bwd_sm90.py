@@ -1,6 +1,4 @@
-"""The wgmma backward for head dims up to 128: a CTA owns 128 keys and adds to sums of dq in global
-memory.
-"""
+"""The wgmma backward for head dims up to 128: a CTA owns 128 keys and adds to global sums of dq."""
 
 from __future__ import annotations
 
@@ -67,7 +65,9 @@ TILES: Mapping[int, Sequence[Tile]] = {
             tma_dq=True,
         ),
     ),
-    48: (_ahead(128, 128, 2, "as at head dim 64", masks=("none", "causal")),),
+    48: (
+        _ahead(128, 128, 2, "as at 64; positions spill", masks=("none", "causal"), spill_bytes=16),
+    ),
     64: (
         _ahead(
             128,
