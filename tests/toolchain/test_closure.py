@@ -38,9 +38,9 @@ COVERED_IN = 8
 feature.
 """
 DIMS_DRAWN = 4
-LARGEST_SPILL = 68
+LARGEST_SPILL = 64
 """A tile that spills more than a few registers per thread is wrong, however fast it was
-measured. The largest spill is that of forwards above head dim 256 on mma.sync.
+measured.
 """
 
 

@@ -104,7 +104,7 @@ def _values(picture: Picture, values: np.ndarray) -> tuple[list[str], str]:
     legend = "all elements are masked"
     if shown.any():
         low, high = float(own[shown].min()), float(own[shown].max())
-        # Halved, because the difference of two floats may overflow.
+        # Both are divided by 2, because the difference of two floats may overflow.
         above_low = np.where(shown, own, low) / np.float64(2) - low / 2
         scaled = above_low / (high / 2 - low / 2 or 1)
         levels = np.minimum((scaled * len(_LEVELS)).astype(int), len(_LEVELS) - 1)
