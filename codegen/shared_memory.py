@@ -18,6 +18,16 @@ MOST_DIAGONAL_READS = 2
 STATISTICS_BYTES = 8
 """Two f32 for each row: logsumexp and the sum of dO * O, or maximum and sum."""
 
+COLUMN_SUM_BARRIERS = 2
+"""Those of a CTA that adds up scores with one that has other columns."""
+
+
+def column_sum_bytes(rows: int, columns: int) -> int:
+    """The bytes of a tile of scores that arrives from the CTA with the other columns
+    (ffi/include/memeff/collective/column_sum.cuh).
+    """
+    return rows * columns * 4
+
 
 def bias_rows(spec: KernelSpec, rows: int) -> int:
     """How many rows of the bias a tile of ``rows`` rows needs in shared memory."""

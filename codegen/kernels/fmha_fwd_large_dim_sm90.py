@@ -1,4 +1,6 @@
-"""The wgmma forward for head dims above 256: two consumers divide the columns of the output."""
+"""The wgmma forward for head dims above 256: two consumers divide the columns of the output, and
+for the largest head dims two CTAs divide the columns of all operands.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from jax_memeff.codegen.kernels.bases.families import (
     panel_columns,
 )
 from jax_memeff.codegen.kernels.bases.grids import query_tile_grid
-from jax_memeff.codegen.launch import EntryPoint, TensorMap, Workspace
+from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec, Row
@@ -32,7 +34,9 @@ class Tile(WgmmaTile):
 
     modifiers: tuple[str, ...] = ("soft cap", *MASK_MODIFIERS)
     value_stages: int = 1
-    """Buffers of each consumer's values, which are half of the columns."""
+    """Buffers of each consumer's values, which are half of the CTA's columns."""
+    column_ctas: int = 1
+    """The CTAs of a cluster, which divide the columns and add up their scores."""
 
 
 TILES: Mapping[tuple[int, int], Tile] = {
@@ -41,9 +45,14 @@ TILES: Mapping[tuple[int, int], Tile] = {
     (448, 512): Tile(64, 64, 12, "160 of 163 KB"),
     (512, 512): Tile(64, 64, 11, "152 of 155 KB"),
     (576, 512): Tile(64, 64, 10, "144 of 147 KB"),
+    (768, 768): Tile(
+        64, 64, 7, "152 of 155 KB: a tile of scores takes 16 KB", value_stages=2, column_ctas=2
+    ),
+    (1024, 1024): Tile(64, 64, 9, "136 of 139 KB", column_ctas=2),
 }
-"""By the padded head dims of query and value. The queries and a tile of probabilities leave the
-rest of shared memory for keys and values. TMA fills padding with zeros."""
+"""By the padded head dims of query and value. The queries, a tile of probabilities and one of
+scores, if it is added up, leave the rest of shared memory for keys and values. TMA fills padding
+with zeros."""
 
 
 class FmhaFwdLargeDimSm90(WgmmaKernel):
@@ -52,7 +61,7 @@ class FmhaFwdLargeDimSm90(WgmmaKernel):
     stem = "fmha_fwd_large_dim_sm90"
     direction = "forward"
     class_name = "FmhaForwardLargeDimSm90"
-    own_problems = tuple((pair, {}) for pair in ((320, 320), (512, 512), (576, 512)))
+    own_problems = tuple((pair, {}) for pair in ((320, 320), (512, 512), (576, 512), (1024, 1024)))
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
 
@@ -72,20 +81,27 @@ class FmhaFwdLargeDimSm90(WgmmaKernel):
         return False
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """Queries, rings of panels of keys and of the values of each consumer, and the
-        probabilities of a KV block; for each row a softmax reference and two sums; and barriers:
-        two for each buffer, one for the probabilities of each consumer, and one for the queries.
+        """Queries, rings of panels of keys and of the values of each consumer, the probabilities of
+        a KV block, and scores of other columns; for each row a softmax reference and two sums; and
+        barriers: two for each buffer, one for the probabilities of each consumer, one for the
+        queries, and those of a sum of scores.
         """
         tile = _tile(spec)
-        columns = spec.padded_head_dim + tile.key
+        columns = spec.padded_head_dim // tile.column_ctas + tile.key
         columns += tile.stages * panel_columns(spec.padded_head_dim)
-        columns += tile.value_stages * spec.padded_value_dim
+        columns += tile.value_stages * spec.padded_value_dim // tile.column_ctas
         buffers = tile.stages + _CONSUMERS * tile.value_stages
+        barriers = _CONSUMERS + 1
+        sums = 0
+        if tile.column_ctas > 1:
+            barriers += shared_memory.COLUMN_SUM_BARRIERS
+            sums = shared_memory.column_sum_bytes(tile.query, tile.key)
         return (
             tile.query * columns * spec.element_bytes
+            + sums
             + tile.query * (shared_memory.STATISTICS_BYTES + _CONSUMERS * 4)
             + buffers * shared_memory.PIPELINE_BYTES
-            + (_CONSUMERS + 1) * shared_memory.BARRIER_BYTES
+            + barriers * shared_memory.BARRIER_BYTES
         )
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
@@ -97,10 +113,18 @@ class FmhaFwdLargeDimSm90(WgmmaKernel):
         )
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        return (self.main(spec, query_tile_grid(spec)),)
+        ctas, grid = _tile(spec).column_ctas, query_tile_grid(spec)
+        if ctas == 1:
+            return (self.main(spec, grid),)
+        return (self.main(spec, Grid(f"{ctas}*{grid.product}"))._replace(cluster=ctas),)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        return {**super().constants(spec), "kValueStages": _tile(spec).value_stages}
+        tile = _tile(spec)
+        return {
+            **super().constants(spec),
+            "kValueStages": tile.value_stages,
+            "kColumnCtas": tile.column_ctas,
+        }
 
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int

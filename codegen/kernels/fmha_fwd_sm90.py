@@ -46,8 +46,8 @@ class Tile(PersistentTile):
     """In a 3xFP16 forward: whether a consumer computes scores only after the product with the
     values of the previous KV block has ended, so that both products use the same registers."""
     aligned_bias: bool = False
-    """Whether each row of a bias must begin at a multiple of 16 bytes. Rows that are copied in words
-    need more registers."""
+    """Whether each row of a bias must begin at a multiple of 16 bytes. Other rows are copied in
+    words, which takes more registers."""
 
 
 _MOST_ADDED_DIM = 128

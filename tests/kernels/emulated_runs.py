@@ -310,6 +310,7 @@ LARGE_DIMS = [
 # with one block.
 LARGE_GRADIENTS = [
     *on_three_schedules(LARGE(T=130, S=200, N=2, **CAUSAL), arch="sm_90a"),
+    *on_three_schedules(LARGE(T=65, S=200, N=1, H=1024, **CAUSAL), arch="sm_90a"),
     *(
         Run(case, "sm_90a", seed, multiprocessors=1 + seed % 3)
         for seed, case in enumerate(
@@ -319,6 +320,8 @@ LARGE_GRADIENTS = [
                 LARGE(T=70, S=130, H=384, soft_cap=2.0, **WINDOW),
                 LARGE(T=65, S=200, N=2, H=576, Hv=512, **CAUSAL),
                 LARGE(T=140, S=90, N=1, H=576, Hv=512, soft_cap=2.0),
+                LARGE(T=140, S=90, N=2, H=600, Hv=584, soft_cap=2.0),
+                LARGE(B=2, T=70, S=90, N=1, H=1024, Hv=8, lengths=((70, 20), (0, 60)), packed=True),
                 LARGE(T=70, S=90, H=440, Hv=264, N=1, scale=-0.1),
                 LARGE(B=3, T=130, S=150, H=320, lengths=EMPTY, segments=1, sinks=True),
                 LARGE(B=3, T=130, S=150, N=4, K=2, lengths=LENGTHS, packed=True, **CAUSAL),

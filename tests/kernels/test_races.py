@@ -84,6 +84,8 @@ HUNTS += [hunt(128, None, boolean=("BNTS",), block=40), hunt(64, 1, boolean=("11
 # Clusters: the CTAs of a pair run at different speeds, and T 257 leaves half of the last pair idle.
 HUNTS += [hunt(H, stages, **CAUSAL) for H in (320, 512) for stages in (1, 2)]
 HUNTS += [hunt(576, 1, Hv=512), hunt(384, 2, soft_cap=2.0, **SEGMENTS)]
+# Two CTAs add up scores of their columns in one buffer.
+HUNTS += [hunt(1024, stages, **CAUSAL) for stages in (1, 2)] + [hunt(768, 1, soft_cap=2.0)]
 # Only deterministic float32 calls add the gradient of a broadcast bias in a fixed order.
 HUNTS += [hunt(128, 1, deterministic=True, **FLOAT32, **EVERYTHING)]
 

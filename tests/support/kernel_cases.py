@@ -146,7 +146,8 @@ def _packed_cases() -> list[Case]:
 def _hopper_large_dim_cases() -> list[Case]:
     """Clusters of CTAs that share or divide the work: the padded head dims, and each feature."""
     found = []
-    for H, Hv in ((320, 320), (384, 384), (448, 448), (512, 512), (576, 512), (264, 512), (576, 8)):
+    dims = ((320, 320), (384, 384), (448, 448), (512, 512), (576, 512), (264, 512), (576, 8))
+    for H, Hv in (*dims, (600, 584), (768, 768), (1024, 1024), (648, 1000)):
         of = functools.partial(Case, H=H, Hv=Hv)
         found += [of(T=T, S=S) for T, S in ((64, 64), (65, 129), (128, 192), (129, 1000))]
         found += [of(T=700, S=650, N=4, K=2, **mask) for mask in MASKS]
@@ -157,11 +158,10 @@ def _hopper_large_dim_cases() -> list[Case]:
         found += [of(B=5, T=200, S=270, lengths=lengths, packed=True, soft_cap=2.0, **WINDOW)]
     for features in ({"segments": 2}, {"boolean": ("BNTS",)}, {"bias": "BNT1"}):
         found += [Case(T=300, S=400, N=4, K=2, H=512, **features, **CAUSAL)]
-    for sign in (1, -1):
-        found += [Case(T=300, S=2000, H=512, scale=1.0, sign=sign, row_maxima=True)]
-    found += [Case(B=6, T=150, S=200, N=4, K=2, H=512, shared=SHARED_KEYS)]
-    found += [Case(B=40, T=300, S=300, N=4, K=4, H=320, **CAUSAL)]
-    return found
+    of = functools.partial(Case, T=300, S=2000, scale=1.0, row_maxima=True)
+    found += [of(H=H, sign=sign) for H in (512, 1024) for sign in (1, -1)]
+    found += [Case(B=6, T=150, S=200, N=4, K=2, H=H, shared=SHARED_KEYS) for H in (512, 800)]
+    return [*found, Case(B=40, T=300, S=300, N=4, K=4, H=320, **CAUSAL)]
 
 
 def _head_split_cases() -> list[Case]:

@@ -54,7 +54,9 @@ def set_stages(stages: int | None) -> Iterator[None]:
             patch.setattr(kernel, "tiles", {dim: _fitting(row, stages) for dim, row in rows})
         if stages == 1:
             large = {
-                (head, value): dataclasses.replace(tile, stages=head // 64, value_stages=1)
+                (head, value): dataclasses.replace(
+                    tile, stages=head // 64 // tile.column_ctas, value_stages=1
+                )
                 for (head, value), tile in FmhaFwdLargeDimSm90.tiles.items()
             }
             patch.setattr(FmhaFwdLargeDimSm90, "tiles", large)

@@ -135,7 +135,7 @@ def latent_attention_computes_matrix_descriptors_in_uniform_registers(spec, kern
     assert products and len(moves) < 2 * len(products)
 
 
-LARGE_DIMS = ((320, 320), (512, 512), (576, 512))
+LARGE_DIMS = ((320, 320), (512, 512), (576, 512), (1024, 1024))
 
 
 def large_forwards():

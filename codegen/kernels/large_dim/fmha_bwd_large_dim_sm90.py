@@ -18,7 +18,6 @@ from jax_memeff.codegen.kernels.bases.families import (
     WARPGROUP_ROWS,
     WgmmaTile,
     stage,
-    wgmma_tile,
 )
 from jax_memeff.codegen.kernels.bases.grids import key_tile_grid, query_tile_grid
 from jax_memeff.codegen.launch import EntryPoint, Grid
@@ -32,6 +31,15 @@ _PANEL_BYTES = WARPGROUP_ROWS * _PANEL_COLUMNS * 2 + shared_memory.PIPELINE_BYTE
 
 
 @dataclasses.dataclass(frozen=True)
+class Tile(WgmmaTile):
+    """A row of the table."""
+
+    modifiers: tuple[str, ...] = ("soft cap", *MASK_MODIFIERS)
+    column_ctas: int = 1
+    """Groups of CTAs in a cluster, which divide the columns and add up their scores."""
+
+
+@dataclasses.dataclass(frozen=True)
 class _Role:
     """A CTA of a cluster: the columns of its operands, its own tiles of 64 rows, and the tiles of P
     or dS that arrive there.
@@ -40,12 +48,14 @@ class _Role:
     columns: int
     own_tiles: int
     messages: int
+    sum_bytes: int
+    """Those of the scores of other columns, which arrive there, too."""
 
     @property
     def fixed_bytes(self) -> int:
         """The bytes without the ring of panels."""
         columns = self.own_tiles * self.columns + self.messages * WARPGROUP_ROWS
-        return WARPGROUP_ROWS * columns * 2
+        return WARPGROUP_ROWS * columns * 2 + self.sum_bytes
 
 
 class _Cluster(NamedTuple):
@@ -53,17 +63,22 @@ class _Cluster(NamedTuple):
 
     scores: _Role
     out: _Role
-    ctas: int
+    group_ctas: int
+    groups: int
     has_statistics: bool
 
+    @property
+    def ctas(self) -> int:
+        return self.group_ctas * self.groups
 
-_TILE = WgmmaTile(
+
+_TILE = Tile(
     2 * WARPGROUP_ROWS,
     WARPGROUP_ROWS,
     3,
     "a sum of 64 rows takes 80 to 128 registers a thread; S of fewer rows reads more shared memory",
-    modifiers=("soft cap", *MASK_MODIFIERS),
 )
+_HALVES = dataclasses.replace(_TILE, column_ctas=2, reason="half of the columns are as at 512")
 _LARGEST = (
     "the sum of dq or dk takes 144 registers a thread; with a soft cap and all masks 32 spill"
 )
@@ -72,6 +87,7 @@ ROWS: tuple[Row, ...] = (
     *(Row(dim, dim, _TILE) for dim in (320, 384, 448, 512)),
     Row(576, 512, dataclasses.replace(_TILE, reason=_LARGEST, modifiers=MASK_MODIFIERS)),
     Row(576, 512, dataclasses.replace(_TILE, reason=_LARGEST, modifiers=("soft cap", "segments"))),
+    *(Row(dim, dim, _HALVES) for dim in (768, 1024)),
 )
 """A tile owns ``query`` queries in one kernel and ``key`` keys in the other. A ring has panels of
 at most ``stages`` blocks; more do not help.
@@ -85,7 +101,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
     class_name = "FmhaBackwardLargeDimSm90"
     """Each of its entry points appends its own name."""
     owns_outputs = True
-    own_problems = tuple((pair, {}) for pair in ((320, 320), (512, 512), (576, 512)))
+    own_problems = tuple((pair, {}) for pair in ((320, 320), (512, 512), (576, 512), (1024, 1024)))
     table: ClassVar[tuple[Row, ...]] = ROWS
 
     def padded_rows(self) -> Iterator[Row]:
@@ -109,19 +125,22 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
 
     def cluster(self, spec: KernelSpec, owner: str) -> _Cluster:
         """The clusters of the kernel that owns queries, or of the one that owns keys."""
-        head, value = spec.padded_head_dim, spec.padded_value_dim
+        groups = _tile(spec).column_ctas
+        head, value = spec.padded_head_dim // groups, spec.padded_value_dim // groups
+        sums = shared_memory.column_sum_bytes(WARPGROUP_ROWS, WARPGROUP_ROWS) * (groups > 1)
+        scores = _Role(head, 1, 1, sums)
         if owner == "queries":
-            return _Cluster(_Role(head, 1, 1), _Role(value, 2, 2), 3, has_statistics=False)
+            return _Cluster(scores, _Role(value, 2, 2, sums), 3, groups, has_statistics=False)
         probabilities = 2 if spec[SOFT_CAP] else 1
-        out = _Role(value, 1, probabilities)
-        return _Cluster(_Role(head, 1, 1), out, 2, has_statistics=True)
+        out = _Role(value, 1, probabilities, sums)
+        return _Cluster(scores, out, 2, groups, has_statistics=True)
 
     def stages(self, spec: KernelSpec, owner: str) -> tuple[int, int]:
         """The panels in the rings of the CTAs that compute S, and of those that compute dP. In the
         kernel that owns keys, both have the same number.
         """
         cluster = self.cluster(spec, owner)
-        most = wgmma_tile(spec).stages
+        most = _tile(spec).stages
         available = gpu.SM90.shared_bytes(blocks=1) - _control_bytes(cluster, most)
 
         def fitting(role: _Role) -> int:
@@ -133,7 +152,8 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
 
     def cluster_bytes(self, spec: KernelSpec, owner: str) -> int:
         """Own tiles, messages and the ring of the larger role; the statistics of the rows in a
-        ring; and barriers: two for each panel, one for the own rows, and two for each link.
+        ring; and barriers: two for each panel, one for the own rows, two for each link, and those
+        of a sum of scores.
         """
         cluster = self.cluster(spec, owner)
         stages = self.stages(spec, owner)
@@ -142,7 +162,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
             role.fixed_bytes + count * (_PANEL_BYTES - shared_memory.PIPELINE_BYTES)
             for role, count in zip(roles, stages, strict=True)
         )
-        control = _control_bytes(cluster, wgmma_tile(spec).stages)
+        control = _control_bytes(cluster, _tile(spec).stages)
         return tiles + control + max(stages) * shared_memory.PIPELINE_BYTES
 
     def shared_bytes(self, spec: KernelSpec) -> int:
@@ -178,11 +198,18 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
             "kQueryStages": query,
             "kQueryOutStages": query_out,
             "kKeyStages": key,
+            "kColumnCtas": _tile(spec).column_ctas,
         }
 
 
 def _control_bytes(cluster: _Cluster, blocks: int) -> int:
     """Everything besides tiles and the barriers of the ring, with statistics of some blocks."""
     statistics = blocks * WARPGROUP_ROWS * shared_memory.STATISTICS_BYTES
-    barriers = 1 + 2 * (cluster.ctas - 1)
+    barriers = 1 + 2 * (cluster.group_ctas - 1)
+    barriers += shared_memory.COLUMN_SUM_BARRIERS * (cluster.groups > 1)
     return statistics * cluster.has_statistics + barriers * shared_memory.BARRIER_BYTES
+
+
+def _tile(spec: KernelSpec) -> Tile:
+    assert isinstance(spec.tile, Tile)
+    return spec.tile

@@ -187,9 +187,9 @@ void load_box(void const* encoded, uint64_t& barrier, uint32_t shared, int const
 }
 
 void load_cluster_box(void const* encoded, uint64_t& barrier, uint32_t shared,
-                      int const (&start)[4], int blocks) {
-  for (int rank = 0; rank < blocks; ++rank) {
-    Block& block = cluster_block(rank);
+                      int const (&start)[4], int first, int blocks) {
+  for (int i = 0; i < blocks; ++i) {
+    Block& block = cluster_block(first + i);
     load_box_into(block, read_map(encoded), in_block(barrier, block), shared, start);
   }
 }

@@ -71,13 +71,14 @@ CUTE_DEVICE void store_cluster_vector(uint32_t target, uint32_t barrier, uint32_
       : "memory");
 }
 
-// Like load_box(), but into every CTA of a cluster of kCtas: the box and its bytes arrive at the
-// same addresses in each of them.
+// Like load_box(), but into kCtas CTAs of a cluster, from rank `first` on: the box and its bytes
+// arrive at the same addresses in each of them.
 template <int kCtas>
 CUTE_DEVICE void load_cluster_box(TensorMap const& map, uint64_t& barrier, uint32_t shared,
-                                  int column, int row, int head, int batch, CacheHint hint) {
-  constexpr uint16_t kAll = (1 << kCtas) - 1;
-  cute::SM90_TMA_LOAD_MULTICAST_4D::copy(&map, &barrier, kAll, static_cast<uint64_t>(hint),
+                                  int column, int row, int head, int batch, CacheHint hint,
+                                  int first = 0) {
+  uint16_t const ranks = ((1 << kCtas) - 1) << first;
+  cute::SM90_TMA_LOAD_MULTICAST_4D::copy(&map, &barrier, ranks, static_cast<uint64_t>(hint),
                                          shared_pointer(shared), column, row, head, batch);
 }
 

@@ -11,8 +11,12 @@
 // Keys arrive in panels of 64 columns, because scores accumulate panel by panel, and because a ring
 // of panels fills shared memory to the last 8 KB. Each consumer has a ring of its own for its
 // columns of the values.
+//
+// Above 576 columns the two CTAs of a cluster divide the columns of all operands. Each computes the
+// scores of its columns, and both add them up (collective/column_sum.cuh).
 #pragma once
 
+#include <memeff/collective/column_sum.cuh>
 #include <memeff/collective/softmax/exchange.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -42,7 +46,12 @@ struct FmhaForwardLargeDimSm90 {
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
   static_assert(kTileQuery == kWarpgroupRows);
 
-  static constexpr int kColumns = Config::kValueDim / kWarpgroups;  // of a consumer's output
+  static constexpr int kColumnCtas = Config::kColumnCtas;  // that divide the columns
+  static constexpr bool kDividesColumns = kColumnCtas > 1;
+  static_assert(kColumnCtas <= 2);
+  static constexpr int kHeadColumns = Config::kHeadDim / kColumnCtas;  // of this CTA
+  static constexpr int kValueColumns = Config::kValueDim / kColumnCtas;
+  static constexpr int kColumns = kValueColumns / kWarpgroups;  // of a consumer's output
   using ScoreGrid = WarpgroupGrid<kTileQuery, kTileKey>;
   using OutGrid = WarpgroupGrid<kTileQuery, kColumns>;
   using Mask = ScoreMask<Config, ScoreGrid>;
@@ -51,7 +60,8 @@ struct FmhaForwardLargeDimSm90 {
   using Exchange = SoftmaxExchange<ScoreGrid, Softmax>;
   using Output = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
-  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
+  using ScoreSum = ColumnSum<ScoreGrid>;
+  using QueryTile = SharedTile<kTileQuery, kHeadColumns>;
   using QueryPanel = SharedTile<kTileQuery, QueryTile::kPanelColumns>;
   using KeyPanel = SharedTile<kTileKey, QueryTile::kPanelColumns>;
   using ValueTile = SharedTile<kTileKey, kColumns>;  // the columns of a consumer
@@ -63,7 +73,10 @@ struct FmhaForwardLargeDimSm90 {
   static_assert(kKeyStages >= kKeyPanels);
 
   // Everything in shared memory except the tiles.
-  struct Control {
+  struct NoBarriers {};
+  using SumBarriers =
+      cute::conditional_t<kDividesColumns, typename ScoreSum::Barriers, NoBarriers>;
+  struct Control : SumBarriers {
     RowReference references[kTileQuery];
     float row_sums[kWarpgroups][kTileQuery];
     Pipeline<kKeyStages> key;
@@ -76,7 +89,9 @@ struct FmhaForwardLargeDimSm90 {
   static constexpr int kValueOffset = kKeyOffset + kKeyStages * KeyPanel::kBytes;
   static constexpr int kProbabilityOffset =
       kValueOffset + kWarpgroups * kValueStages * ValueTile::kBytes;
-  static constexpr int kControlOffset = kProbabilityOffset + ProbabilityTile::kBytes;
+  static constexpr int kScoreSumOffset = kProbabilityOffset + ProbabilityTile::kBytes;
+  static constexpr int kControlOffset =
+      kScoreSumOffset + (kDividesColumns ? ScoreSum::kBytes : 0);
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
   // Named barriers: one for the threads of each consumer, one for both, and one for the turn of
@@ -95,7 +110,15 @@ struct FmhaForwardLargeDimSm90 {
   }
 
   CUTE_DEVICE static WorkItem item(ProblemShape const& shape, ScoreView const& bias) {
-    return work_item<Config, Heaviest::last, kTileQuery>(shape, bias, blockIdx.x);
+    return work_item<Config, Heaviest::last, kTileQuery>(shape, bias, blockIdx.x / kColumnCtas);
+  }
+
+  // The index of this CTA's part of the columns.
+  CUTE_DEVICE static int column_part() { return kDividesColumns ? cluster_rank() : 0; }
+
+  // The first column of a consumer's output.
+  CUTE_DEVICE static int first_column(int warpgroup) {
+    return column_part() * kValueColumns + warpgroup * kColumns;
   }
 
   // The KV blocks that some row of the tile needs.
@@ -112,6 +135,7 @@ struct FmhaForwardLargeDimSm90 {
     CUTE_UNROLL
     for (uint64_t& barrier : control.probabilities) init_barrier(barrier, kWarps);
     init_barrier(control.query, 1);
+    if constexpr (kDividesColumns) ScoreSum::init(control);
     fence_barrier_init();
   }
 
@@ -127,7 +151,13 @@ struct FmhaForwardLargeDimSm90 {
       prefetch_map(maps.value);
       init(control);
     }
-    __syncthreads();
+    if constexpr (kDividesColumns) {
+      // Makes the barriers of each CTA visible to the threads of both.
+      arrive_cluster();
+      wait_cluster();
+    } else {
+      __syncthreads();
+    }
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       Producer const producer(params, maps, control, tiles);

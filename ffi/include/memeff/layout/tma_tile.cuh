@@ -22,39 +22,40 @@ CUTE_DEVICE void load_tma_tile(TensorMap const& map, uint64_t& barrier, uint32_t
   }
 }
 
-// Starts the copy of a box from row `tile_row` of a tile to row `row` of the tensor. Elements
-// beyond the tensor are not written. Hazard: every writer of the shared rows must have passed
-// fence_tma_store() and a barrier.
+// Starts the copy of a box from row `tile_row` of a tile to row `row` and column `column` of the
+// tensor. Elements beyond the tensor are not written. Hazard: every writer of the shared rows must
+// have passed fence_tma_store() and a barrier.
 template <class Tile>
 CUTE_DEVICE void store_tma_tile(TensorMap const& map, uint32_t tile, int tile_row, int row,
-                                int head, int batch) {
+                                int head, int batch, int column = 0) {
   CUTE_UNROLL
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     store_box(map, tile + panel * Tile::kPanelBytes + tile_row * Tile::kRowBytes,
-              panel * Tile::kPanelColumns, row, head, batch);
+              column + panel * Tile::kPanelColumns, row, head, batch);
   }
   commit_tma_stores();
 }
 
-// Stores a warpgroup's 64 rows of a tile, from `tile_row` on; the tile begins at row `row` of the
-// tensor. Rows of the tile from `bound` on are not written. A tensor map bounds only the whole
+// Stores a warpgroup's 64 rows of a tile, from `tile_row` on; the tile begins at row `row` and
+// column `first_column` of the tensor, which has `columns` columns. Rows of the tile from `bound` on are not written. A tensor map bounds only the whole
 // tensor, so if a packed sequence ends inside the 64 rows, the threads write its last rows
 // themselves. All threads of the warpgroup call this after fence_tma_store() and a barrier.
 template <class Config, class Tile>
 CUTE_DEVICE void store_part(TensorMap const& map, TensorView const& tensor, uint32_t tile,
-                            int tile_row, int row, int bound, int head, int batch, int columns) {
+                            int tile_row, int row, int bound, int head, int batch, int columns,
+                            int first_column = 0) {
   using Element = typename Config::Element;
   int const thread = int(threadIdx.x) % kWarpgroupSize;
   if (!Config::kVarlen || tile_row + kWarpgroupRows <= bound) {
     if (thread == 0 && tile_row < bound) {
-      store_tma_tile<Tile>(map, tile, tile_row, row + tile_row, head, batch);
+      store_tma_tile<Tile>(map, tile, tile_row, row + tile_row, head, batch, first_column);
     }
     return;
   }
   constexpr int kChunks = Tile::kColumns / Tile::kChunkColumns;
   char* const rows = row_pointer<Element>(tensor, batch, row, head);
   for (int i = tile_row * kChunks + thread; i < bound * kChunks; i += kWarpgroupSize) {
-    int const column = i % kChunks * Tile::kChunkColumns;
+    int const column = first_column + i % kChunks * Tile::kChunkColumns;
     if (column >= columns) continue;
     *reinterpret_cast<uint4*>(rows + (i / kChunks) * tensor.row_stride * sizeof(Element) +
                               column * sizeof(Element)) =

@@ -73,7 +73,7 @@ void wait_products(int pending);
 void load_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4]);
 // The box arrives at the same addresses of all `blocks` blocks of the cluster.
 void load_cluster_box(void const* map, uint64_t& barrier, uint32_t shared, int const (&start)[4],
-                      int blocks);
+                      int first, int blocks);
 void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes);
 void store_box(void const* map, uint32_t shared, int const (&start)[4]);
 void store_tma(char* global, uint32_t shared, int bytes);

@@ -25,8 +25,9 @@ CUTE_DEVICE void store_cluster_vector(uint32_t target, uint32_t barrier, uint32_
 
 template <int kCtas>
 CUTE_DEVICE void load_cluster_box(TensorMap const& map, uint64_t& barrier, uint32_t shared,
-                                  int column, int row, int head, int batch, CacheHint) {
-  emulator::load_cluster_box(&map, barrier, shared, {column, row, head, batch}, kCtas);
+                                  int column, int row, int head, int batch, CacheHint,
+                                  int first = 0) {
+  emulator::load_cluster_box(&map, barrier, shared, {column, row, head, batch}, first, kCtas);
 }
 
 }  // namespace memeff

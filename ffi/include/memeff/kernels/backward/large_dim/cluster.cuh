@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memeff/arch/cluster.cuh>
+#include <memeff/collective/column_sum.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -13,6 +14,7 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
+#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/score/modifiers.cuh>
 
@@ -21,7 +23,9 @@ namespace memeff {
 // The rows whose gradients a cluster owns.
 enum class Owned { queries, keys };
 
-// The base of all roles. The first CTAs of a cluster compute S, the last one computes dP.
+// The base of all roles. The first CTAs of a cluster compute S, the last one computes dP. With
+// kColumnCtas > 1 a cluster has as many such groups of CTAs. They divide the columns of all
+// operands, and the same role of both groups adds up its scores (collective/column_sum.cuh).
 template <class Config, Owned kOwned>
 struct LargeDimCluster {
   using Element = typename Config::Element;
@@ -30,8 +34,12 @@ struct LargeDimCluster {
   static constexpr int kRows = kWarpgroupRows;  // and columns of a score tile
   static_assert(Tiles::kTileKey == kRows && Tiles::kTileQuery == 2 * kRows);
   static constexpr int kScoreCtas = kOwnsKeys ? 1 : 2;  // with 64 rows each
-  static constexpr int kOutRank = kScoreCtas;
-  static constexpr int kCtas = kScoreCtas + 1;
+  static constexpr int kOutRank = kScoreCtas;  // in its group
+  static constexpr int kGroupCtas = kScoreCtas + 1;
+  static constexpr int kColumnCtas = Config::kColumnCtas;
+  static constexpr bool kDividesColumns = kColumnCtas > 1;
+  static_assert(kColumnCtas <= 2);
+  static constexpr int kCtas = kColumnCtas * kGroupCtas;
 
   static constexpr int kWarpgroups = Tiles::kWarpgroups;     // consumers
   static constexpr int kWarps = kWarpgroupSize / kWarpSize;  // per consumer
@@ -45,6 +53,7 @@ struct LargeDimCluster {
   using Mask = ScoreMask<Config, ScoreGrid>;
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid, kOwnsKeys>>;
   using Operand = RegisterOperand<1, kRows / 16, sizeof(Element)>;
+  using ScoreSum = ColumnSum<ScoreGrid>;
 
   // The other rows arrive in panels of 64 columns.
   using Panel = SharedTile<kRows, 64>;
@@ -57,10 +66,18 @@ struct LargeDimCluster {
   static constexpr int kProbabilityTiles = kOwnsKeys && !Modifiers::kConstantDerivative ? 2 : 1;
   static constexpr int kProbabilityBytes = kProbabilityTiles * kTileBytes;
 
-  // The shared memory of a role: received messages, its own rows, and the ring of panels.
-  template <bool kIsOut_, int kColumns, int kOwnTiles, int kMessageBytes, int kStages_>
+  // The index of this CTA's group, which is that of its part of the columns.
+  CUTE_DEVICE static int column_part() { return kDividesColumns ? cluster_rank() / kGroupCtas : 0; }
+
+  // The rank in the cluster of a CTA of this group.
+  CUTE_DEVICE static int cluster_rank_of(int rank) { return column_part() * kGroupCtas + rank; }
+
+  // The shared memory of a role: received messages, its own rows, the ring of panels, and scores of
+  // the other columns. kHeadOrValueDim columns are divided.
+  template <bool kIsOut_, int kHeadOrValueDim, int kOwnTiles, int kMessageBytes, int kStages_>
   struct RoleTiles {
     static constexpr bool kIsOut = kIsOut_;
+    static constexpr int kColumns = kHeadOrValueDim / kColumnCtas;
     using OwnTile = SharedTile<kRows, kColumns>;
     static constexpr int kPanels = kColumns / Panel::kColumns;
     static constexpr int kStages = kStages_;
@@ -73,7 +90,8 @@ struct LargeDimCluster {
     static constexpr int kOwnOffset = kMessageBytes;
     static constexpr int kOwnBytes = kOwnTiles * OwnTile::kBytes;
     static constexpr int kRingOffset = kOwnOffset + kOwnBytes;
-    static constexpr int kBytes = kRingOffset + kStages * Panel::kBytes;
+    static constexpr int kScoreSumOffset = kRingOffset + kStages * Panel::kBytes;
+    static constexpr int kBytes = kScoreSumOffset + (kDividesColumns ? ScoreSum::kBytes : 0);
 
     CUTE_DEVICE static uint32_t panel(uint32_t tiles, int stage) {
       return tiles + kRingOffset + stage * Panel::kBytes;
@@ -88,7 +106,10 @@ struct LargeDimCluster {
 
   // The barriers that have the same addresses in all roles. Index `link` is the rank of the CTA
   // that computes S.
-  struct Links {
+  struct NoBarriers {};
+  using SumBarriers =
+      cute::conditional_t<kDividesColumns, typename ScoreSum::Barriers, NoBarriers>;
+  struct Links : SumBarriers {
     uint64_t own;                    // the CTA's own rows
     uint64_t received[kScoreCtas];   // a message has arrived here
     uint64_t delivered[kScoreCtas];  // the receiver has read the message from here
@@ -102,11 +123,12 @@ struct LargeDimCluster {
   };
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control<kMostStages>));
 
-  // Named barriers: one for the threads of each consumer, one for both, and one for the turn of
-  // each consumer.
+  // Named barriers: one for the threads of each consumer, one for both, one for the turn of each
+  // consumer, and one for its turn to add up scores.
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
   static constexpr int kConsumerBarrier = 1 + kWarpgroups;
   static constexpr int kTurnBarrier = 2 + kWarpgroups;
+  using SumTurns = ConsumerTurns<kDividesColumns, kWarpgroups, kTurnBarrier + kWarpgroups>;
 
   CUTE_DEVICE static uint32_t statistics(uint32_t tiles, int block) {
     return tiles + kStatisticsOffset + block % kMostBlocks * kStatisticsBytes;
@@ -175,7 +197,26 @@ struct LargeDimCluster {
       init_barrier(control.received[link], kWarps);
       init_barrier(control.delivered[link], kWarps * readers);
     }
+    if constexpr (kDividesColumns) ScoreSum::init(control);
     fence_barrier_init();
+  }
+
+  // Each consumer calls this once, before add_other_columns().
+  CUTE_DEVICE static void begin_score_sums(int warpgroup) {
+    if constexpr (kDividesColumns) SumTurns::begin(warpgroup);
+  }
+
+  // Adds the scores of the other columns, whose CTA computes the same tile. The consumers call it
+  // in turn.
+  template <class Role, class Scores>
+  CUTE_DEVICE static void add_other_columns(Links& links, uint32_t tiles, int rank, int warpgroup,
+                                            Scores& scores) {
+    if constexpr (kDividesColumns) {
+      int const other = (1 - column_part()) * kGroupCtas + rank;
+      SumTurns::take(warpgroup);
+      ScoreSum::add(links, tiles + Role::kScoreSumOffset, other, warpgroup, scores);
+      SumTurns::pass(warpgroup);
+    }
   }
 
   // Releases kPanels panels from `stage` on, in all CTAs that share them. All lanes of a warp call
@@ -190,7 +231,7 @@ struct LargeDimCluster {
       if constexpr (Role::kSharers == 1) {
         arrive_barrier(empty);
       } else {
-        arrive_cluster_barrier(empty, lane / kPanels);
+        arrive_cluster_barrier(empty, cluster_rank_of(lane / kPanels));
       }
     }
     random_sleep();
@@ -202,15 +243,16 @@ struct LargeDimCluster {
     random_sleep();
   }
 
-  // Sends a message of kTiles tiles to the same thread of a warpgroup of another CTA; `offset` is
-  // its byte offset in that CTA's shared memory. All threads of a warpgroup call it after
-  // acquire_message().
+  // Sends a message of kTiles tiles to the same thread of a warpgroup of another CTA of this group;
+  // `offset` is its byte offset in that CTA's shared memory. All threads of a warpgroup call it
+  // after acquire_message().
   template <int kTiles>
-  CUTE_DEVICE static void send_message(Links& links, uint32_t tiles, int link, int rank, int offset,
-                                       Operand const (&operands)[kTiles]) {
+  CUTE_DEVICE static void send_message(Links& links, uint32_t tiles, int link, int group_rank,
+                                       int offset, Operand const (&operands)[kTiles]) {
     constexpr int kSteps = kRows / 16;
     constexpr int kVectorBytes = 16;
     int const thread = thread_index() % kWarpgroupSize;
+    int const rank = cluster_rank_of(group_rank);
     if (thread % kWarpSize == 0) {
       arrive_cluster_and_expect(links.received[link], rank, kTiles * kTileBytes / kWarps);
     }
@@ -250,7 +292,9 @@ struct LargeDimCluster {
   // overtakes pending loads.
   CUTE_DEVICE static void release_message(Links& links, int link, int rank) {
     __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) arrive_cluster_barrier(links.delivered[link], rank);
+    if (threadIdx.x % kWarpSize == 0) {
+      arrive_cluster_barrier(links.delivered[link], cluster_rank_of(rank));
+    }
     random_sleep();
   }
 

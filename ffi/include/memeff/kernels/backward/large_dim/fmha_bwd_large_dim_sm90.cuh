@@ -16,6 +16,8 @@
 //
 // The two consumers of a CTA divide the columns of its sum, and take turns computing the scores of
 // blocks, as in the forward (kernels/fmha_fwd_large_dim_sm90.cuh).
+//
+// Above 576 columns a cluster has all of these CTAs twice: two groups divide the columns.
 #pragma once
 
 #include <memeff/kernels/backward/large_dim/out_role.cuh>
@@ -39,6 +41,7 @@ struct LargeDimBackwardKernel : LargeDimCluster<Config, kOwned> {
   using Base::kConsumers;
   using Base::kControlOffset;
   using Base::kOutRank;
+  using Base::kGroupCtas;
   using Base::kOwnsKeys;
   using Base::kProducerRegisters;
   using typename Base::OutTiles;
@@ -46,7 +49,7 @@ struct LargeDimBackwardKernel : LargeDimCluster<Config, kOwned> {
   using typename Base::Work;
 
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
-    int const rank = cluster_rank();
+    int const rank = cluster_rank() % kGroupCtas;
     if (rank == kOutRank) {
       run<OutTiles>(params, maps, rank);
     } else {

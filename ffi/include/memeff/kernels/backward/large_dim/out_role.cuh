@@ -4,7 +4,6 @@
 
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/kernels/backward/large_dim/cluster.cuh>
-#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/score/probability.cuh>
 
 namespace memeff {
@@ -80,7 +79,8 @@ struct LargeDimOutRole : LargeDimCluster<Config, kOwned> {
     Origin const origin = key_origin<Config>(shape, work.item.batch);
     store_part<Config, typename Tiles::OwnTile>(maps.value_gradient, params.value_gradient, tile, 0,
                                                 origin.row + work.own_row, length - work.own_row,
-                                                work.item.head, origin.batch, shape.value_dim);
+                                                work.item.head, origin.batch, shape.value_dim,
+                                                Base::column_part() * Tiles::kColumns);
     wait_tma_stores();
   }
 
@@ -123,6 +123,7 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
       OutRows const rows = load_operand<typename OutTiles::OwnTile, ScoreGrid>(
           tiles + OutTiles::kOwnOffset + warpgroup * OutTiles::OwnTile::kBytes);
       Turns::begin(warpgroup);
+      Base::begin_score_sums(warpgroup);
       PipelineStage<OutTiles::kStages> stage;
       CUTE_NO_UNROLL
       for (int block = 0; block < work.count; ++block) {
@@ -131,6 +132,8 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
             Base::valid_rows(params.shape, work, work.position(params.shape, block, 0)));
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
         multiply(control, tiles, warpgroup, rows, stage, score_gradient);
+        Base::template add_other_columns<OutTiles>(control, tiles, kOutRank, warpgroup,
+                                                   score_gradient);
         exchange(params, control, tiles, warpgroup, block, statistics, score_gradient);
       }
     }

@@ -40,14 +40,15 @@ struct LargeDimBackwardProducer : LargeDimCluster<Config, kOwned> {
                          source.batch(Role::kIsOut ? params.value : params.key), source.origin.row};
     Source const& own = kOwnsKeys ? keys : queries;
     Source const& others = kOwnsKeys ? queries : keys;
+    int const first_column = Base::column_part() * Role::kColumns;
 
     arrive_and_expect(control.own, Role::kOwnBytes);
     CUTE_NO_UNROLL
     for (int i = 0; i < Role::kOwnBytes / Panel::kBytes; ++i) {
       int const row = work.own_row + (Role::kIsOut ? i / Role::kPanels : rank) * kRows;
       load_box(own.map, control.own, tiles + Role::kOwnOffset + i * Panel::kBytes,
-               i % Role::kPanels * Panel::kColumns, own.row + row, item.head, own.batch,
-               CacheHint::EVICT_FIRST);
+               first_column + i % Role::kPanels * Panel::kColumns, own.row + row, item.head,
+               own.batch, CacheHint::EVICT_FIRST);
     }
     PipelineStage<Role::kStages> stage;
     int turn = 0;
@@ -62,8 +63,8 @@ struct LargeDimBackwardProducer : LargeDimCluster<Config, kOwned> {
             control.panels.acquire(stage, Panel::kBytes + (has_statistics ? kStatisticsBytes : 0));
         if (turn == rank || Role::kSharers == 1) {
           load_panel<Role::kSharers>(others.map, arrived, Role::panel(tiles, stage.index),
-                                     panel * Panel::kColumns, row, kOwnsKeys ? at.head : key_head,
-                                     others.batch);
+                                     first_column + panel * Panel::kColumns, row,
+                                     kOwnsKeys ? at.head : key_head, others.batch);
         }
         if (has_statistics) {
           load_tma(Tiles::statistics(params, at.batch, at.head, at.row), arrived,
@@ -76,7 +77,7 @@ struct LargeDimBackwardProducer : LargeDimCluster<Config, kOwned> {
   }
 
  private:
-  // Copies a panel to the first kSharers CTAs of the cluster, or to this one.
+  // Copies a panel to the first kSharers CTAs of the group, or to this one.
   template <int kSharers>
   CUTE_DEVICE static void load_panel(TensorMap const& map, uint64_t& arrived, uint32_t target,
                                      int column, int row, int head, int batch) {
@@ -85,7 +86,7 @@ struct LargeDimBackwardProducer : LargeDimCluster<Config, kOwned> {
     } else {
       static_assert(kSharers == 2);  // they take turns
       load_cluster_box<kSharers>(map, arrived, target, column, row, head, batch,
-                                 CacheHint::EVICT_LAST);
+                                 CacheHint::EVICT_LAST, Base::cluster_rank_of(0));
     }
   }
 };

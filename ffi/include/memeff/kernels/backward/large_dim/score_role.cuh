@@ -100,7 +100,8 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
     store_part<Config, typename Tiles::OwnTile>(
         kOwnsKeys ? maps.key_gradient : maps.query_gradient,
         kOwnsKeys ? params.key_gradient : params.query_gradient, tile, 0, origin.row + own_row(),
-        length - own_row(), work.item.head, origin.batch, shape.head_dim);
+        length - own_row(), work.item.head, origin.batch, shape.head_dim,
+        Base::column_part() * Tiles::kColumns);
     wait_tma_stores();
   }
 
@@ -108,6 +109,7 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
   CUTE_DEVICE void clear_gap() const {
     if constexpr (Config::kVarlen) {
       ProblemShape const& shape = params.shape;
+      if (Base::column_part() > 0) return;
       if constexpr (kOwnsKeys) {
         GridTiles<Config, GridRows::keys, kRows> const grid = {shape};
         clear_key_gap<Config, kConsumers>(params, work.item, work.key_length,

@@ -96,6 +96,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
  private:
   CUTE_DEVICE static void compute(Role const& role, Work const& work, Control& control,
                                   uint32_t tiles, Position& at, Sums& sums) {
+    Base::begin_score_sums(at.warpgroup);
     int block = at.warpgroup;
     if (block == 0) {
       add_own_block<false>(role, control, tiles, at, block, sums);
@@ -127,6 +128,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     at.scores.advance(kPanels);
     at.scores.advance(kPanels);  // skips those of the other consumer
     if constexpr (kFollows) begin_sum(role, control, tiles, at, sums);
+    Base::template add_other_columns<RoleTiles>(control, tiles, role.rank, at.warpgroup, scores);
     role.exchange(block, scores);
     if constexpr (kFollows) end_sum(control, at, sums);
   }

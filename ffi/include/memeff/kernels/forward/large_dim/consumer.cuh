@@ -57,8 +57,11 @@ struct LargeDimConsumerSm90 {
     if (range.begin < range.end) {
       compute(params, control, tiles, item, mask, range, at, softmax, output);
     }
+    // Both CTAs of a cluster must stay alive until the last scores have been read.
+    if constexpr (Kernel::kDividesColumns) arrive_cluster();
     Exchange::add_row_sums(control.row_sums, at.warpgroup, Kernel::kConsumerBarrier, softmax);
     write(params, item, mask.query_length, at.warpgroup, softmax, output);
+    if constexpr (Kernel::kDividesColumns) wait_cluster();
   }
 
  private:
@@ -107,6 +110,12 @@ struct LargeDimConsumerSm90 {
     wait_products<kFollows>();
     fence_accumulators(scores);
     release_keys(control, at);
+    if constexpr (Kernel::kDividesColumns) {
+      // Every second tile is this consumer's. The other one has published the probabilities of the
+      // tile before, so that tile's sum is complete.
+      Kernel::ScoreSum::add(control, tiles + Kernel::kScoreSumOffset, 1 - Kernel::column_part(),
+                            at.warpgroup, scores);
+    }
     Modifiers const modifiers = {{params.scale}, {params}, {}};
     ScoreTilePosition const tile = {item.batch, item.head, item.tile * kTileQuery,
                                     block * kTileKey};
@@ -139,8 +148,8 @@ struct LargeDimConsumerSm90 {
       control.key.wait(stage);
       begin_products();  // after each wait, else ptxas (CUDA 13.0) injects it (C7519)
       warpgroup_gemm<Element, kPanelSteps>(
-          scores, DescriptorOperand<QueryPanel, Contiguous::k>(tiles + panel * QueryPanel::kBytes),
-          DescriptorOperand<KeyPanel, Contiguous::k>(Kernel::keys(tiles, stage)), panel > 0);
+          scores, operand<QueryPanel, Contiguous::k>(tiles + panel * QueryPanel::kBytes),
+          operand<KeyPanel, Contiguous::k>(Kernel::keys(tiles, stage)), panel > 0);
       stage.advance();
     }
     commit_products();
@@ -217,8 +226,7 @@ struct LargeDimConsumerSm90 {
     fence_accumulators(output);
     begin_products();
     warpgroup_gemm<Element, kKeySteps>(
-        output,
-        DescriptorOperand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset),
+        output, operand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset),
         values(tiles, at), true);
     commit_products();
   }
@@ -246,17 +254,24 @@ struct LargeDimConsumerSm90 {
 
   CUTE_DEVICE static DescriptorOperand<ValueTile, Contiguous::outer> values(uint32_t tiles,
                                                                             Position const& at) {
-    return DescriptorOperand<ValueTile, Contiguous::outer>(
-        Kernel::values(tiles, at.warpgroup, at.value));
+    return operand<ValueTile, Contiguous::outer>(Kernel::values(tiles, at.warpgroup, at.value));
   }
 
-  // Writes this consumer's columns of the output. Consumer 0 also clears rows that are not valid.
+  template <class Tile, Contiguous kOrder>
+  CUTE_DEVICE static DescriptorOperand<Tile, kOrder> operand(uint32_t tile) {
+    return DescriptorOperand<Tile, kOrder>(Kernel::kDividesColumns ? descriptor_address(tile)
+                                                                   : tile);
+  }
+
+  // Writes this consumer's columns of the output. Consumer 0 of the first columns also clears rows
+  // that are not valid.
   template <class Output>
   CUTE_DEVICE static void write(ForwardParams const& params, WorkItem const& item, int query_length,
                                 int warpgroup, Softmax& softmax, Output& output) {
     LinearScores<Config, false> const linear(params, item);
     Kernel::Output::write(params, item, query_length, linear, softmax, output,
-                          warpgroup * Kernel::kColumns);
+                          Kernel::first_column(warpgroup));
+    if (Kernel::column_part() > 0) return;
     if (warpgroup == 0) {
       int const row = item.tile * kTileQuery;
       Kernel::Output::write_empty(params, item, query_length, max(row, query_length),

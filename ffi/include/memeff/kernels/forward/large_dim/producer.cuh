@@ -41,14 +41,16 @@ struct LargeDimProducerSm90 {
     load_queries();
     KeyValueSource<Config> const source(params, item.batch, item.head / params.shape.group);
     int const batch = source.batch(params.key);
+    int const first_column = Kernel::column_part() * Kernel::kHeadColumns;
     PipelineStage<Kernel::kKeyStages> stage;
     CUTE_NO_UNROLL
     for (int block = range.begin; block < range.end; ++block) {
       CUTE_NO_UNROLL
       for (int panel = 0; panel < Kernel::kKeyPanels; ++panel) {
         uint64_t& arrived = control.key.acquire(stage, KeyPanel::kBytes);
-        load_box(maps.key, arrived, Kernel::keys(tiles, stage), panel * KeyPanel::kColumns,
-                 source.origin.row + block * kTileKey, source.head, batch, CacheHint::EVICT_LAST);
+        load_box(maps.key, arrived, Kernel::keys(tiles, stage),
+                 first_column + panel * KeyPanel::kColumns, source.origin.row + block * kTileKey,
+                 source.head, batch, CacheHint::EVICT_LAST);
         stage.advance();
       }
     }
@@ -57,6 +59,7 @@ struct LargeDimProducerSm90 {
   CUTE_DEVICE void produce_values(int warpgroup) const {
     KeyValueSource<Config> const source(params, item.batch, item.head / params.shape.group);
     int const batch = source.batch(params.value);
+    int const first_column = Kernel::first_column(warpgroup);
     PipelineStage<Kernel::kValueStages> stage;
     CUTE_NO_UNROLL
     for (int block = range.begin; block < range.end; ++block) {
@@ -65,7 +68,7 @@ struct LargeDimProducerSm90 {
       CUTE_UNROLL
       for (int panel = 0; panel < ValueTile::kPanels; ++panel) {
         load_box(maps.value, arrived, target + panel * ValueTile::kPanelBytes,
-                 warpgroup * Kernel::kColumns + panel * ValueTile::kPanelColumns,
+                 first_column + panel * ValueTile::kPanelColumns,
                  source.origin.row + block * kTileKey, source.head, batch, CacheHint::EVICT_LAST);
       }
       stage.advance();
@@ -78,7 +81,8 @@ struct LargeDimProducerSm90 {
     arrive_and_expect(control.query, QueryTile::kBytes);
     load_tma_tile<QueryTile>(maps.query, control.query, tiles, 0,
                              origin.row + item.tile * Config::kTileQuery, item.head, origin.batch,
-                             CacheHint::EVICT_FIRST);
+                             CacheHint::EVICT_FIRST,
+                             Kernel::column_part() * Kernel::kHeadColumns);
   }
 };
 
