@@ -32,9 +32,10 @@ _SMALL = LargeDimTile(
     128,
     8,
     1,
-    "98 KB; half the score accumulators, because modifiers need registers",
+    "98 KB; half the score accumulators, because modifiers need registers. With a soft cap at head "
+    "dim 2048 on an H200 0.91 of the time with 128 columns, which spill nothing",
     chunk=256,
-    spill_bytes=16,
+    spill_bytes=68,
 )
 _SM80 = {
     LARGE_DIM: (

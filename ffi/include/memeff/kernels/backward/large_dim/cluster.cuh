@@ -69,6 +69,11 @@ struct LargeDimCluster {
   // The index of this CTA's group, which is that of its part of the columns.
   CUTE_DEVICE static int column_part() { return kDividesColumns ? cluster_rank() / kGroupCtas : 0; }
 
+  // The rank of this CTA in its group.
+  CUTE_DEVICE static int group_rank() {
+    return kDividesColumns ? cluster_rank() % kGroupCtas : cluster_rank();
+  }
+
   // The rank in the cluster of a CTA of this group.
   CUTE_DEVICE static int cluster_rank_of(int rank) { return column_part() * kGroupCtas + rank; }
 

@@ -41,7 +41,6 @@ struct LargeDimBackwardKernel : LargeDimCluster<Config, kOwned> {
   using Base::kConsumers;
   using Base::kControlOffset;
   using Base::kOutRank;
-  using Base::kGroupCtas;
   using Base::kOwnsKeys;
   using Base::kProducerRegisters;
   using typename Base::OutTiles;
@@ -49,7 +48,7 @@ struct LargeDimBackwardKernel : LargeDimCluster<Config, kOwned> {
   using typename Base::Work;
 
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
-    int const rank = cluster_rank() % kGroupCtas;
+    int const rank = Base::group_rank();
     if (rank == kOutRank) {
       run<OutTiles>(params, maps, rank);
     } else {

@@ -59,7 +59,6 @@ struct LargeDimProducerSm90 {
   CUTE_DEVICE void produce_values(int warpgroup) const {
     KeyValueSource<Config> const source(params, item.batch, item.head / params.shape.group);
     int const batch = source.batch(params.value);
-    int const first_column = Kernel::first_column(warpgroup);
     PipelineStage<Kernel::kValueStages> stage;
     CUTE_NO_UNROLL
     for (int block = range.begin; block < range.end; ++block) {
@@ -68,7 +67,7 @@ struct LargeDimProducerSm90 {
       CUTE_UNROLL
       for (int panel = 0; panel < ValueTile::kPanels; ++panel) {
         load_box(maps.value, arrived, target + panel * ValueTile::kPanelBytes,
-                 first_column + panel * ValueTile::kPanelColumns,
+                 Kernel::first_column(warpgroup) + panel * ValueTile::kPanelColumns,
                  source.origin.row + block * kTileKey, source.head, batch, CacheHint::EVICT_LAST);
       }
       stage.advance();
