@@ -24,7 +24,7 @@ COLUMN_SUM_BARRIERS = 2
 
 def column_sum_bytes(rows: int, columns: int) -> int:
     """The bytes of a tile of scores that arrives from the CTA with the other columns
-    (ffi/include/memeff/collective/column_sum.cuh).
+    (ffi/include/memeff/collective/sums/column_sum.cuh).
     """
     return rows * columns * 4
 

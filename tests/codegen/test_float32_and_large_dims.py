@@ -146,6 +146,9 @@ def test_a_3xfp16_kernel_says_that_it_supports_no_broadcast_batch():
         ((512, 512), {"segments": True, "boolean": True, "row_maxima": True}, (512, 512)),
         ((64, 512), {"sinks": True, "broadcast_batch": True}, (448, 512)),
         ((576, 512), {"mask": "causal", "positions": True}, (576, 512)),
+        ((320, 520), {"soft_cap": True}, (768, 768)),
+        ((584, 768), {"varlen": True}, (768, 768)),
+        ((1024, 8), {"mask": "window", "segments": True}, (1024, 1024)),
     ],
     ids=str,
 )
@@ -155,7 +158,10 @@ def test_large_head_dims_on_hopper(dims, features, padded):
     assert spec.kernel.stem == "fmha_fwd_large_dim_sm90"
     assert (spec.padded_head_dim, spec.padded_value_dim) == padded
     (main,) = spec.entry_points
-    assert (main.grid, main.cluster) == (Grid(f"{rows_of(features)}/64"), 1)
+    tiles = f"{rows_of(features)}/64"
+    # Above 576 columns two CTAs divide them.
+    expected = (Grid(f"2*{tiles}"), 2) if max(padded) > 576 else (Grid(tiles), 1)
+    assert (main.grid, main.cluster) == expected
     # No kernel splits the keys of large head dims, so calls with few rows take the same one.
     assert select.select_all(asked) == [spec]
 
@@ -165,8 +171,8 @@ def test_large_head_dims_on_hopper(dims, features, padded):
     [
         {"arch": "sm_90"},
         {"dtype": "f32"},
-        {"head_dim": 577},
-        {"value_dim": 520},
+        {"head_dim": 1032},
+        {"value_dim": 1032},
         {"head_dim": 300},
         {"dropout": True},
         {"bias": AskedBias("16")},

@@ -14,10 +14,10 @@
 #include <cute/algorithm/clear.hpp>
 
 #include <memeff/collective/chunked_product.cuh>
-#include <memeff/collective/long_sum.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/block.cuh>
 #include <memeff/collective/softmax/online.cuh>
+#include <memeff/collective/sums/long_sum.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/key_value_source.cuh>

@@ -13,12 +13,12 @@
 // columns of the values.
 //
 // Above 576 columns the two CTAs of a cluster divide the columns of all operands. Each computes the
-// scores of its columns, and both add them up (collective/column_sum.cuh).
+// scores of its columns, and both add them up (collective/sums/column_sum.cuh).
 #pragma once
 
-#include <memeff/collective/column_sum.cuh>
 #include <memeff/collective/softmax/exchange.cuh>
 #include <memeff/collective/softmax/online.cuh>
+#include <memeff/collective/sums/column_sum.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/shared_tile.cuh>
@@ -74,8 +74,7 @@ struct FmhaForwardLargeDimSm90 {
 
   // Everything in shared memory except the tiles.
   struct NoBarriers {};
-  using SumBarriers =
-      cute::conditional_t<kDividesColumns, typename ScoreSum::Barriers, NoBarriers>;
+  using SumBarriers = cute::conditional_t<kDividesColumns, typename ScoreSum::Barriers, NoBarriers>;
   struct Control : SumBarriers {
     RowReference references[kTileQuery];
     float row_sums[kWarpgroups][kTileQuery];
@@ -90,8 +89,7 @@ struct FmhaForwardLargeDimSm90 {
   static constexpr int kProbabilityOffset =
       kValueOffset + kWarpgroups * kValueStages * ValueTile::kBytes;
   static constexpr int kScoreSumOffset = kProbabilityOffset + ProbabilityTile::kBytes;
-  static constexpr int kControlOffset =
-      kScoreSumOffset + (kDividesColumns ? ScoreSum::kBytes : 0);
+  static constexpr int kControlOffset = kScoreSumOffset + (kDividesColumns ? ScoreSum::kBytes : 0);
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
   // Named barriers: one for the threads of each consumer, one for both, and one for the turn of

@@ -37,9 +37,10 @@ CUTE_DEVICE void store_tma_tile(TensorMap const& map, uint32_t tile, int tile_ro
 }
 
 // Stores a warpgroup's 64 rows of a tile, from `tile_row` on; the tile begins at row `row` and
-// column `first_column` of the tensor, which has `columns` columns. Rows of the tile from `bound` on are not written. A tensor map bounds only the whole
-// tensor, so if a packed sequence ends inside the 64 rows, the threads write its last rows
-// themselves. All threads of the warpgroup call this after fence_tma_store() and a barrier.
+// column `first_column` of the tensor, which has `columns` columns. Rows of the tile from `bound`
+// on are not written. A tensor map bounds only the whole tensor, so if a packed sequence ends
+// inside the 64 rows, the threads write its last rows themselves. All threads of the warpgroup call
+// this after fence_tma_store() and a barrier.
 template <class Config, class Tile>
 CUTE_DEVICE void store_part(TensorMap const& map, TensorView const& tensor, uint32_t tile,
                             int tile_row, int row, int bound, int head, int batch, int columns,

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <memeff/arch/cluster.cuh>
-#include <memeff/collective/column_sum.cuh>
+#include <memeff/collective/sums/column_sum.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -25,7 +25,7 @@ enum class Owned { queries, keys };
 
 // The base of all roles. The first CTAs of a cluster compute S, the last one computes dP. With
 // kColumnCtas > 1 a cluster has as many such groups of CTAs. They divide the columns of all
-// operands, and the same role of both groups adds up its scores (collective/column_sum.cuh).
+// operands, and the same role of both groups adds up its scores (collective/sums/column_sum.cuh).
 template <class Config, Owned kOwned>
 struct LargeDimCluster {
   using Element = typename Config::Element;
@@ -34,7 +34,7 @@ struct LargeDimCluster {
   static constexpr int kRows = kWarpgroupRows;  // and columns of a score tile
   static_assert(Tiles::kTileKey == kRows && Tiles::kTileQuery == 2 * kRows);
   static constexpr int kScoreCtas = kOwnsKeys ? 1 : 2;  // with 64 rows each
-  static constexpr int kOutRank = kScoreCtas;  // in its group
+  static constexpr int kOutRank = kScoreCtas;           // in its group
   static constexpr int kGroupCtas = kScoreCtas + 1;
   static constexpr int kColumnCtas = Config::kColumnCtas;
   static constexpr bool kDividesColumns = kColumnCtas > 1;
@@ -112,8 +112,7 @@ struct LargeDimCluster {
   // The barriers that have the same addresses in all roles. Index `link` is the rank of the CTA
   // that computes S.
   struct NoBarriers {};
-  using SumBarriers =
-      cute::conditional_t<kDividesColumns, typename ScoreSum::Barriers, NoBarriers>;
+  using SumBarriers = cute::conditional_t<kDividesColumns, typename ScoreSum::Barriers, NoBarriers>;
   struct Links : SumBarriers {
     uint64_t own;                    // the CTA's own rows
     uint64_t received[kScoreCtas];   // a message has arrived here

@@ -59,6 +59,7 @@ struct LargeDimProducerSm90 {
   CUTE_DEVICE void produce_values(int warpgroup) const {
     KeyValueSource<Config> const source(params, item.batch, item.head / params.shape.group);
     int const batch = source.batch(params.value);
+    int const first_column = Kernel::first_column(warpgroup);
     PipelineStage<Kernel::kValueStages> stage;
     CUTE_NO_UNROLL
     for (int block = range.begin; block < range.end; ++block) {
@@ -67,7 +68,7 @@ struct LargeDimProducerSm90 {
       CUTE_UNROLL
       for (int panel = 0; panel < ValueTile::kPanels; ++panel) {
         load_box(maps.value, arrived, target + panel * ValueTile::kPanelBytes,
-                 Kernel::first_column(warpgroup) + panel * ValueTile::kPanelColumns,
+                 first_column + panel * ValueTile::kPanelColumns,
                  source.origin.row + block * kTileKey, source.head, batch, CacheHint::EVICT_LAST);
       }
       stage.advance();
@@ -80,8 +81,7 @@ struct LargeDimProducerSm90 {
     arrive_and_expect(control.query, QueryTile::kBytes);
     load_tma_tile<QueryTile>(maps.query, control.query, tiles, 0,
                              origin.row + item.tile * Config::kTileQuery, item.head, origin.batch,
-                             CacheHint::EVICT_FIRST,
-                             Kernel::column_part() * Kernel::kHeadColumns);
+                             CacheHint::EVICT_FIRST, Kernel::column_part() * Kernel::kHeadColumns);
   }
 };
 
