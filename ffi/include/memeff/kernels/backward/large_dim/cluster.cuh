@@ -34,7 +34,7 @@ struct LargeDimCluster {
   static constexpr int kRows = kWarpgroupRows;  // and columns of a score tile
   static_assert(Tiles::kTileKey == kRows && Tiles::kTileQuery == 2 * kRows);
   static constexpr int kScoreCtas = kOwnsKeys ? 1 : 2;  // with 64 rows each
-  static constexpr int kOutRank = kScoreCtas;           // in its group
+  static constexpr int kOutRank = kScoreCtas;
   static constexpr int kGroupCtas = kScoreCtas + 1;
   static constexpr int kColumnCtas = Config::kColumnCtas;
   static constexpr bool kDividesColumns = kColumnCtas > 1;
