@@ -79,7 +79,7 @@ def test_the_ring_is_timed_beside_the_share_of_a_device(modules, tmp_path, monke
     path = tmp_path / "ring.json"
     command = [sys.executable, str(BENCHMARKS / "ring.py"), "--devices", "2", "--tokens", "64"]
     command += ["--heads", "4", "--key-heads", "2", "--head-dim", "8", "--dtype", "float32"]
-    command += ["--implementation", "xla", "--rounds", "3", "--batch-ms", "1"]
+    command += ["--implementation", "xla", "--rounds", "9", "--batch-ms", "1"]
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

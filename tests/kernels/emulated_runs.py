@@ -280,6 +280,8 @@ FLOAT32 = [
 FLOAT32 += on_three_schedules(
     Case(B=1, T=330, S=200, N=2, K=1, H=128, dtype="float32"), arch="sm_90a"
 )
+# The kernel for large head dims, in column chunks.
+FLOAT32 += [Run(Case(T=70, S=40, H=200, dtype="float32", deterministic=True), "sm_90a")]
 # Head dims above 256: one and several row tiles, an even or odd number of KV blocks, and tiles
 # without rows or without keys.
 LARGE = functools.partial(Case, B=1, H=512, K=1)
