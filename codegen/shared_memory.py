@@ -19,14 +19,14 @@ STATISTICS_BYTES = 8
 """Two f32 for each row: logsumexp and the sum of dO * O, or maximum and sum."""
 
 COLUMN_SUM_BARRIERS = 2
-"""Those of a CTA that adds up scores with one that has other columns."""
+"""A CTA that adds up scores with one that has other columns needs this many barriers."""
 
 
-def column_sum_bytes(rows: int, columns: int) -> int:
-    """The bytes of a tile of scores that arrives from the CTA with the other columns
-    (ffi/include/memeff/collective/sums/column_sum.cuh).
+def column_sum_bytes(ctas: int, rows: int, columns: int) -> int:
+    """The bytes of a tile of scores that arrives from the CTA with the other columns, if ``ctas``
+    divide them (ffi/include/memeff/collective/sums/column_sum.cuh).
     """
-    return rows * columns * 4
+    return rows * columns * 4 if ctas > 1 else 0
 
 
 def bias_rows(spec: KernelSpec, rows: int) -> int:

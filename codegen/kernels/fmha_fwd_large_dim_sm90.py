@@ -91,14 +91,10 @@ class FmhaFwdLargeDimSm90(WgmmaKernel):
         columns += tile.stages * panel_columns(spec.padded_head_dim)
         columns += tile.value_stages * spec.padded_value_dim // tile.column_ctas
         buffers = tile.stages + _CONSUMERS * tile.value_stages
-        barriers = _CONSUMERS + 1
-        sums = 0
-        if tile.column_ctas > 1:
-            barriers += shared_memory.COLUMN_SUM_BARRIERS
-            sums = shared_memory.column_sum_bytes(tile.query, tile.key)
+        barriers = _CONSUMERS + 1 + shared_memory.COLUMN_SUM_BARRIERS * (tile.column_ctas > 1)
         return (
             tile.query * columns * spec.element_bytes
-            + sums
+            + shared_memory.column_sum_bytes(tile.column_ctas, tile.query, tile.key)
             + tile.query * (shared_memory.STATISTICS_BYTES + _CONSUMERS * 4)
             + buffers * shared_memory.PIPELINE_BYTES
             + barriers * shared_memory.BARRIER_BYTES

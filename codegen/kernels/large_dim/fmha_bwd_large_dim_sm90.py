@@ -49,7 +49,7 @@ class _Role:
     own_tiles: int
     messages: int
     sum_bytes: int
-    """Those of the scores of other columns, which arrive there, too."""
+    """The scores of other columns, which arrive there too, take this many bytes."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -127,7 +127,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         """The clusters of the kernel that owns queries, or of the one that owns keys."""
         groups = _tile(spec).column_ctas
         head, value = spec.padded_head_dim // groups, spec.padded_value_dim // groups
-        sums = shared_memory.column_sum_bytes(WARPGROUP_ROWS, WARPGROUP_ROWS) * (groups > 1)
+        sums = shared_memory.column_sum_bytes(groups, WARPGROUP_ROWS, WARPGROUP_ROWS)
         scores = _Role(head, 1, 1, sums)
         if owner == "queries":
             return _Cluster(scores, _Role(value, 2, 2, sums), 3, groups, has_statistics=False)

@@ -60,7 +60,7 @@ struct FmhaForwardLargeDimSm90 {
   using Exchange = SoftmaxExchange<ScoreGrid, Softmax>;
   using Output = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
-  using ScoreSum = ColumnSum<ScoreGrid>;
+  using ScoreSum = ColumnSum<ScoreGrid, kDividesColumns>;
   using QueryTile = SharedTile<kTileQuery, kHeadColumns>;
   using QueryPanel = SharedTile<kTileQuery, QueryTile::kPanelColumns>;
   using KeyPanel = SharedTile<kTileKey, QueryTile::kPanelColumns>;
@@ -73,9 +73,7 @@ struct FmhaForwardLargeDimSm90 {
   static_assert(kKeyStages >= kKeyPanels);
 
   // Everything in shared memory except the tiles.
-  struct NoBarriers {};
-  using SumBarriers = cute::conditional_t<kDividesColumns, typename ScoreSum::Barriers, NoBarriers>;
-  struct Control : SumBarriers {
+  struct Control : ScoreSum::Barriers {
     RowReference references[kTileQuery];
     float row_sums[kWarpgroups][kTileQuery];
     Pipeline<kKeyStages> key;
@@ -89,7 +87,7 @@ struct FmhaForwardLargeDimSm90 {
   static constexpr int kProbabilityOffset =
       kValueOffset + kWarpgroups * kValueStages * ValueTile::kBytes;
   static constexpr int kScoreSumOffset = kProbabilityOffset + ProbabilityTile::kBytes;
-  static constexpr int kControlOffset = kScoreSumOffset + (kDividesColumns ? ScoreSum::kBytes : 0);
+  static constexpr int kControlOffset = kScoreSumOffset + ScoreSum::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
   // Named barriers: one for the threads of each consumer, one for both, and one for the turn of
@@ -133,7 +131,7 @@ struct FmhaForwardLargeDimSm90 {
     CUTE_UNROLL
     for (uint64_t& barrier : control.probabilities) init_barrier(barrier, kWarps);
     init_barrier(control.query, 1);
-    if constexpr (kDividesColumns) ScoreSum::init(control);
+    ScoreSum::init(control);
     fence_barrier_init();
   }
 

@@ -14,7 +14,7 @@ namespace memeff {
 // Hazard: the consumers of a CTA share one buffer and its barriers. They must call add() one after
 // the other, in the order of the tiles, because a wait for the phase after next of a barrier would
 // return at once.
-template <class Grid>
+template <class Grid, bool kDividesColumns>
 struct ColumnSum {
   static constexpr int kWarps = kWarpgroupSize / kWarpSize;
   static constexpr int kVectorBytes = 16;
@@ -69,6 +69,14 @@ struct ColumnSum {
     if (thread % kWarpSize == 0) arrive_cluster_barrier(barriers.sum_delivered, other);
     random_sleep();
   }
+};
+
+// One CTA has all columns: there is nothing to add, and no shared memory.
+template <class Grid>
+struct ColumnSum<Grid, false> {
+  static constexpr int kBytes = 0;
+  struct Barriers {};
+  CUTE_DEVICE static void init(Barriers&) {}
 };
 
 }  // namespace memeff

@@ -53,7 +53,7 @@ struct LargeDimCluster {
   using Mask = ScoreMask<Config, ScoreGrid>;
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid, kOwnsKeys>>;
   using Operand = RegisterOperand<1, kRows / 16, sizeof(Element)>;
-  using ScoreSum = ColumnSum<ScoreGrid>;
+  using ScoreSum = ColumnSum<ScoreGrid, kDividesColumns>;
 
   // The other rows arrive in panels of 64 columns.
   using Panel = SharedTile<kRows, 64>;
@@ -96,7 +96,7 @@ struct LargeDimCluster {
     static constexpr int kOwnBytes = kOwnTiles * OwnTile::kBytes;
     static constexpr int kRingOffset = kOwnOffset + kOwnBytes;
     static constexpr int kScoreSumOffset = kRingOffset + kStages * Panel::kBytes;
-    static constexpr int kBytes = kScoreSumOffset + (kDividesColumns ? ScoreSum::kBytes : 0);
+    static constexpr int kBytes = kScoreSumOffset + ScoreSum::kBytes;
 
     CUTE_DEVICE static uint32_t panel(uint32_t tiles, int stage) {
       return tiles + kRingOffset + stage * Panel::kBytes;
@@ -111,9 +111,7 @@ struct LargeDimCluster {
 
   // The barriers that have the same addresses in all roles. Index `link` is the rank of the CTA
   // that computes S.
-  struct NoBarriers {};
-  using SumBarriers = cute::conditional_t<kDividesColumns, typename ScoreSum::Barriers, NoBarriers>;
-  struct Links : SumBarriers {
+  struct Links : ScoreSum::Barriers {
     uint64_t own;                    // the CTA's own rows
     uint64_t received[kScoreCtas];   // a message has arrived here
     uint64_t delivered[kScoreCtas];  // the receiver has read the message from here
@@ -201,7 +199,7 @@ struct LargeDimCluster {
       init_barrier(control.received[link], kWarps);
       init_barrier(control.delivered[link], kWarps * readers);
     }
-    if constexpr (kDividesColumns) ScoreSum::init(control);
+    ScoreSum::init(control);
     fence_barrier_init();
   }
 
