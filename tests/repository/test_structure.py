@@ -1,4 +1,4 @@
-"""The structure of the code: folders import each other in one direction and stay small."""
+"""The structure of the code: folders import each other in one direction, functions stay short."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,6 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"jax_memeff.codegen": ROOT / "codegen", "jax_memeff": ROOT / "jax_memeff"}
-MOST_FILES = 12
-MOST_LINES = 400
 MOST_LINES_OF_A_FUNCTION = 80
 CODE_FOLDERS = ("benchmarks", "codegen", "docs", "examples", "ffi", "jax_memeff", "tests")
 
@@ -91,23 +89,6 @@ def test_folders_import_each_other_in_one_direction(package):
     graph = rooms(package)
     assert len(graph) > 5 and any(graph.values())
     assert cycle(graph) == []
-
-
-def folders(root: Path) -> Iterable[Path]:
-    return (path for path in (root, *root.rglob("*")) if path.is_dir() and "__" not in path.name)
-
-
-@pytest.mark.parametrize("code", ["benchmarks", "codegen", "tests"])
-def test_folders_are_small(code):
-    for folder in folders(ROOT / code):
-        files = [x.name for x in folder.iterdir() if x.is_file() and x.suffix != ".json"]  # results
-        assert len(files) <= MOST_FILES, f"{folder}: {files}"
-
-
-@pytest.mark.parametrize("suffix", [".py", ".cuh", ".h", ".cc"])
-def test_files_are_small(suffix):
-    long = [file for file in code(suffix) if len(file.read_text().splitlines()) > MOST_LINES]
-    assert not long
 
 
 def code(suffix: str) -> list[Path]:
