@@ -25,15 +25,29 @@ class Gpu:
     """The shared memory that the system reserves for every CTA."""
     dtypes: tuple[str, ...] = ("f16", "bf16", "f32", "tf32")
     """The dtypes that the tensor cores multiply."""
+    threads: int = 2048
+    """The threads that an SM runs at a time."""
+    ctas: int = 32
+    """The CTAs that an SM runs at a time."""
 
     def shared_bytes(self, blocks: int) -> int:
         """The bytes of shared memory that each of ``blocks`` CTAs on an SM may have."""
         return (self.max_shared_bytes + self.system_bytes) // blocks - self.system_bytes
 
+    def resident_ctas(self, threads: int, shared_bytes: int) -> int:
+        """The CTAs of this size that an SM runs at a time, if registers allow it.
 
-SM75 = Gpu("sm_75", 64 * 1024, system_bytes=0, dtypes=("f16",))
+        >>> SM80.resident_ctas(128, 80 * 1024), SM86.resident_ctas(128, 80 * 1024)
+        (2, 1)
+        """
+        memory = self.max_shared_bytes + self.system_bytes
+        of_memory = memory // max(shared_bytes + self.system_bytes, 1)
+        return min(of_memory, self.threads // threads, self.ctas)
+
+
+SM75 = Gpu("sm_75", 64 * 1024, system_bytes=0, dtypes=("f16",), threads=1024, ctas=16)
 SM80 = Gpu("sm_80, sm_87", 163 * 1024)
-SM86 = Gpu("sm_86, sm_89, sm_120, sm_121", 99 * 1024)
+SM86 = Gpu("sm_86, sm_89, sm_120, sm_121", 99 * 1024, threads=1536, ctas=16)
 SM90 = Gpu("sm_90, sm_100, sm_103, sm_110", 227 * 1024)
 
 _BY_CAPABILITY = {75: SM75, 80: SM80, 87: SM80, 90: SM90, 100: SM90, 103: SM90, 110: SM90}
@@ -49,6 +63,15 @@ def of(arch: str) -> Gpu:
     (227, 99)
     """
     return _BY_CAPABILITY.get(archs.capability(arch), SM86)
+
+
+def has_vector_reductions(arch: str) -> bool:
+    """Whether one instruction adds four adjacent floats to global memory.
+
+    >>> has_vector_reductions("sm_120"), has_vector_reductions("compute_80")
+    (True, False)
+    """
+    return archs.capability(arch) >= 90
 
 
 def has_wgmma(arch: str) -> bool:

@@ -10,7 +10,7 @@ from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features import FUNCTIONS
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.kernels.bases.backward import Backward
+from jax_memeff.codegen.kernels.bases.backward import MmaBackward
 from jax_memeff.codegen.kernels.bases.families import (
     LARGE_DIM,
     LargeDimKernel,
@@ -80,7 +80,7 @@ _TILES_F32: MmaTables = {
 }
 
 
-class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
+class FmhaBwdLargeDimSm80(MmaBackward, LargeDimKernel):
     """The backward for large head dims."""
 
     stem = "fmha_bwd_large_dim_sm80"
@@ -134,10 +134,6 @@ class FmhaBwdLargeDimSm80(Backward, LargeDimKernel):
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         return {**super().constants(spec), "kQueryBuffers": 2}
-
-    def bias_sum_rows(self, spec: KernelSpec) -> int:
-        """One row for each row of warps."""
-        return spec.tile.query // 16
 
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int

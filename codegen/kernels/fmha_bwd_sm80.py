@@ -12,11 +12,11 @@ from jax_memeff.codegen.features import MASK
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.functions.sums import Sum
-from jax_memeff.codegen.kernels.bases.backward import Backward
+from jax_memeff.codegen.kernels.bases.backward import MmaBackward
 from jax_memeff.codegen.kernels.bases.families import (
     EVERY_MASK,
+    PROBABILITY_MODIFIERS,
     Masks,
-    MmaKernel,
     MmaTables,
     MmaTile,
     columns_of_warp,
@@ -74,22 +74,59 @@ _SM75 = {
     # head dims serve it.
 }
 
+# Figures are TFLOP/s of forward + backward at T 2048 on an H200, as PTX for compute_80.
 _SM80 = {
     32: (
-        Tile(128, 128, 8, 1, "as at head dim 64: a square tile reads dQ least often", modifiers=()),
-        Tile(64, 128, 8, 1, "as at head dim 64 with modifiers"),
+        Tile(
+            64,
+            128,
+            4,
+            2,
+            "244, causal 211; 128x64 in 2 CTAs 216, 64x64 in 3 209, 128x128 with 8 warps 203",
+            modifiers=PROBABILITY_MODIFIERS,
+        ),
+        Tile(64, 64, 4, 2, "with the gradient of a bias 127; 64x128 with 8 warps 111"),
     ),
     64: (
-        Tile(128, 128, 8, 1, "144 KB of 163 KB with two query tiles", modifiers=()),
-        Tile(64, 128, 8, 1, "with 128 queries soft cap spills 220 bytes"),
+        Tile(
+            128,
+            128,
+            8,
+            1,
+            "283, with dropout 234; 64x64 with dropout in 3 CTAs with one query tile 230, in 2 214",
+            modifiers=PROBABILITY_MODIFIERS,
+        ),
+        Tile(
+            64,
+            64,
+            4,
+            2,
+            "with the gradient of a bias 189; 64x128 with 8 warps 179, 128x128 with one query tile "
+            "179. With a soft cap at T 4096 246; 64x128 232",
+        ),
     ),
-    96: (Tile(64, 128, 8, 1, "as at head dim 128: the long key tile halves the passes over dQ"),),
+    96: (
+        Tile(64, 64, 4, 2, "277, causal 252; 64x128 with 8 warps 266, 239; 128x64 236"),
+        Tile(64, 128, 8, 1, "with a 32-bit bias two blocks do not fit"),
+    ),
     128: (
-        Tile(64, 128, 8, 1, "144 KB of 163 KB; 128 queries need 240 KB", modifiers=()),
-        Tile(64, 64, 8, 1, "with 128 keys soft cap, bias and random bits spill 24 bytes"),
+        Tile(
+            64,
+            128,
+            8,
+            1,
+            "306; with dropout 271, the gradient of a bias 235, a soft cap (T 4096) 301. 64x64 "
+            "with 8 warps 207, 195 and 238 with these; in 2 CTAs with one query tile 295, 271 "
+            "without a bias, 292",
+            spill_bytes=8,
+        ),
+        Tile(64, 64, 8, 1, "with a 32-bit bias 128 keys need 178 KB"),
     ),
-    192: (Tile(64, 64, 8, 1, "136 KB of 163 KB"),),
-    256: (Tile(32, 64, 8, 1, "120 KB of 163 KB; 64 query rows would need 176 KB"),),
+    192: (Tile(64, 64, 8, 1, "236; with one query tile 223"),),
+    256: (
+        Tile(64, 64, 8, 1, "230, causal 226; 32x64 with two query tiles 214, 201", query_buffers=1),
+        Tile(32, 64, 8, 1, "120 KB of 163 KB, for sums that do not fit beside 64 query rows"),
+    ),
 }
 
 _SM86 = {
@@ -114,19 +151,6 @@ _NO_SOFT_CAP = modifiers("a boolean mask", "soft cap")
 
 _SM90 = {
     **_SM80,
-    64: (
-        _SM80[64][0],
-        Tile(
-            64,
-            64,
-            4,
-            2,
-            "with bias, forward+backward 180 TFLOP/s at T 2048 on an H200; 64x128 with eight warps "
-            "168",
-            modifiers=modifiers("a boolean mask"),
-        ),
-        _SM80[64][1],
-    ),
     128: (
         Tile(64, 128, 8, 1, "145 KB of 227 KB", modifiers=_NO_SOFT_CAP, masks=("none",)),
         Tile(
@@ -245,7 +269,7 @@ _TILES: MmaTables = {
 _TILES_F32: MmaTables = {gpu.SM80: _F32_SM80, gpu.SM86: _F32_SM86, gpu.SM90: _F32_SM90}
 
 
-class FmhaBwdSm80(Backward, MmaKernel):
+class FmhaBwdSm80(MmaBackward):
     """The mma.sync backward."""
 
     stem = "fmha_bwd_sm80"
@@ -302,10 +326,6 @@ class FmhaBwdSm80(Backward, MmaKernel):
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         return {**super().constants(spec), "kQueryBuffers": _tile(spec).query_buffers}
-
-    def bias_sum_rows(self, spec: KernelSpec) -> int:
-        """One row for each row of warps."""
-        return spec.tile.query // 16
 
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int

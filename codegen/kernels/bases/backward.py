@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -11,8 +12,10 @@ from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.bases.families import (
     WARPGROUP_ROWS,
+    MmaKernel,
     WgmmaKernel,
     WgmmaTile,
+    mma_tile,
     panel_columns,
     stage,
 )
@@ -90,6 +93,23 @@ class Backward(Kernel):
             slices = sizes.batch * sizes.heads
             rows = self.bias_sum_rows(spec)
         return slices * rows * round_up(sizes.keys, spec.tile.key)
+
+
+class MmaBackward(Backward, MmaKernel):
+    """The common base of the mma.sync backward kernels."""
+
+    def completed(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> KernelSpec:
+        vectors = gpu.has_vector_reductions(problem.arch)
+        tile = dataclasses.replace(mma_tile(spec), vector_reductions=vectors)
+        return dataclasses.replace(super().completed(spec, problem, strategy), tile=tile)
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        vectors = mma_tile(spec).vector_reductions
+        return {**super().constants(spec), "kVectorReductions": vectors}
+
+    def bias_sum_rows(self, spec: KernelSpec) -> int:
+        """One row for each row of warps."""
+        return spec.tile.query // 16
 
 
 class WgmmaBackward(Backward, WgmmaKernel):

@@ -77,6 +77,8 @@ class MmaTile:
     masks: Masks = EVERY_MASK
     spill_bytes: int = 0
     """Bytes that a thread may spill, if that was measured to be faster than spilling nothing."""
+    vector_reductions: bool = False
+    """Whether a backward adds four floats at a time to sums in global memory."""
 
 
 MmaTables = Mapping[Gpu, Mapping[int, Sequence[MmaTile]]]

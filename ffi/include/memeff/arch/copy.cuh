@@ -255,19 +255,13 @@ CUTE_DEVICE int max_acquire(int* address, int value) {
   return old;
 }
 
-// Adds four floats to global memory. The order among threads is undefined, so the sum's last bits
-// vary.
+// Adds a float, or four of them, to global memory. The order among threads is undefined, so the
+// sum's last bits vary. Four at a time need sm_90.
+CUTE_DEVICE void reduce_add(float* address, float x) { atomicAdd(address, x); }
 CUTE_DEVICE void reduce_add(float* address, float x, float y, float z, float w) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x), "f"(y),
                "f"(z), "f"(w)
                : "memory");
-#else
-  atomicAdd(address + 0, x);
-  atomicAdd(address + 1, y);
-  atomicAdd(address + 2, z);
-  atomicAdd(address + 3, w);
-#endif
 }
 
 }  // namespace memeff

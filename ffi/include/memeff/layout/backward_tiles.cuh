@@ -4,6 +4,7 @@
 
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/core/warp_grid.cuh>
+#include <memeff/layout/accumulator_sums.cuh>
 #include <memeff/layout/query_tiles.cuh>
 #include <memeff/layout/row_statistics.cuh>
 
@@ -32,10 +33,8 @@ struct BackwardTiles {
 
   using Statistics = PairedStatistics;
 
-  // dq is summed in f32 over the KV blocks. The workspace is in accumulator order (four floats per
-  // lane, 512 bytes per warp and block) instead of rows. Additions are then aligned vector
-  // reductions, and the postprocess kernel, whose threads have the same layout, reads the sums back
-  // unchanged.
+  // dq is summed in f32 over the KV blocks, and the gradient of a bias over the batch or heads.
+  using Sums = AccumulatorSums<kThreads, Config::kVectorReductions>;
   static constexpr bool kTransposedDq = false;
   static constexpr int kQueryTileFloats = kTileQuery * Config::kHeadDim;
 
@@ -46,10 +45,6 @@ struct BackwardTiles {
     int const key_tiles = ceil_div(params.shape.key_length, kTileKey);
     return ((slice * params.query_tiles + query_tile) * key_tiles + key_tile) *
            (kTileQuery * kTileKey);
-  }
-
-  CUTE_DEVICE static int bias_offset(int m, int n) {
-    return ((m * 2 * ScoreGrid::kColumnBlocks + n) * kThreads + int(threadIdx.x)) * 4;
   }
 
   // The sums of a bias gradient that is broadcast over rows: the number of rows of a (batch, head)

@@ -4,6 +4,7 @@
 
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/core/warp_grid.cuh>
+#include <memeff/layout/accumulator_sums.cuh>
 #include <memeff/layout/query_tiles.cuh>
 #include <memeff/layout/row_statistics.cuh>
 
@@ -74,6 +75,7 @@ struct BackwardTilesSm90 {
     return panel * KeyTile::kPanelBytes + column % KeyTile::kPanelColumns * 2;
   }
 
+  using Sums = AccumulatorSums<kThreads, true>;  // of dq
   static constexpr int kQueryTileFloats = kTileQuery * kQueryColumns;
 
   // The sums of a bias gradient that is broadcast over rows, as in BackwardTiles. A CTA adds to

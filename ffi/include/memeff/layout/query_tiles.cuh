@@ -84,15 +84,6 @@ CUTE_DEVICE long long query_tile_index(BackwardParams const& params, int batch, 
   return query_tile_index<Config>(params.shape, params.query_tiles, batch, head, tile);
 }
 
-// This thread's dq sums for block (m, n) of its accumulators, in the sums of a tile.
-template <int kThreads, class Float, class Accumulators>
-CUTE_DEVICE Float* query_gradient_sums(Float* tile, Accumulators const& accumulators, int m,
-                                       int n) {
-  int const block = m * int(cute::size<2>(accumulators)) + n;
-  // Keep the constant last: it becomes an immediate, and all blocks use one address register.
-  return tile + threadIdx.x * 4 + block * (kThreads * 4);
-}
-
 // The index of one (batch, key head, key tile).
 template <class Config>
 CUTE_DEVICE long long key_tile_index(ProblemShape const& shape, int tiles, int batch, int head,

@@ -49,8 +49,7 @@ struct FmhaBackwardPostprocess {
     for (int m = 0; m < cute::size<1>(query_gradient); ++m) {
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
-        float4 sum = *reinterpret_cast<float4 const*>(
-            query_gradient_sums<Tiles::kThreads>(sums, query_gradient, m, n));
+        float4 sum = Tiles::Sums::load(sums, m * int(cute::size<2>(query_gradient)) + n);
         if (!present) sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         query_gradient(0, m, n) = sum.x * params.scale.gradient_scale;
         query_gradient(1, m, n) = sum.y * params.scale.gradient_scale;

@@ -2,8 +2,8 @@
 //
 // Config::kBiasGradient selects one of four ways:
 //   full          nothing is broadcast: each element has one owner, which writes it
-//   common        broadcast over the batch or heads: f32 sums in global memory, in accumulator
-//                 order, so that additions are aligned vector reductions
+//   common        broadcast over the batch or heads: f32 sums in global memory
+//                 (layout/accumulator_sums.cuh)
 //   dbias_kernel  broadcast over the batch or heads, and deterministic: a separate kernel,
 //                 FmhaBackwardDbias
 //   columns       broadcast over rows (and perhaps more): a tile is summed before it is added
@@ -324,7 +324,7 @@ struct BiasGradientWriter<Config, BiasGradient::full> {
   }
 };
 
-// Tiles are added to f32 sums in accumulator order.
+// Tiles are added to f32 sums.
 template <class Config>
 struct BiasGradientWriter<Config, BiasGradient::common> {
   using Tiles = BackwardTiles<Config>;
@@ -341,8 +341,8 @@ struct BiasGradientWriter<Config, BiasGradient::common> {
     CUTE_UNROLL
     for (int chunk = 0; chunk < 2; ++chunk) {
       float const(&sum)[4] = gradient[chunk];
-      reduce_add(sums + Tiles::bias_offset(m, 2 * column_block + chunk), sum[0], sum[1], sum[2],
-                 sum[3]);
+      Tiles::Sums::add(sums, m * 2 * Tiles::ScoreGrid::kColumnBlocks + 2 * column_block + chunk,
+                       sum[0], sum[1], sum[2], sum[3]);
     }
   }
 

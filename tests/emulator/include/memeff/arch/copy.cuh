@@ -111,6 +111,11 @@ CUTE_DEVICE int load_relaxed(int const* address) { return load_acquire(address);
 
 CUTE_DEVICE int max_acquire(int* address, int value) { return atomicMax(address, value); }
 
+CUTE_DEVICE void reduce_add(float* address, float x) {
+  emulator::yield();
+  *address += x;
+}
+
 CUTE_DEVICE void reduce_add(float* address, float x, float y, float z, float w) {
   emulator::yield();
   float const values[] = {x, y, z, w};

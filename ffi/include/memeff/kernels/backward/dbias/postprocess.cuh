@@ -25,7 +25,7 @@ struct FmhaBackwardDbiasPostprocess {
       for (int m = 0; m < Grid::kRowBlocks; ++m) {
         CUTE_UNROLL
         for (int n = 0; n < 2 * Grid::kColumnBlocks; ++n) {
-          float4 const sum = *reinterpret_cast<float4 const*>(sums + Tiles::bias_offset(m, n));
+          float4 const sum = Tiles::Sums::load(sums, m * 2 * Grid::kColumnBlocks + n);
           tile.store(m, n, sum.x, sum.y, sum.z, sum.w);
         }
       }

@@ -3,12 +3,11 @@
 
 #include <cute/tensor_impl.hpp>
 
-#include <memeff/layout/query_tiles.cuh>
+#include <memeff/params.h>
 
 namespace memeff {
 
-// Adds the dQ of one Q block, in the accumulator order that Tiles defines, so a lane's four floats
-// are one aligned vector reduction.
+// Adds the dQ of one Q block, in the order of Tiles::Sums.
 template <class Tiles, class Accumulators>
 CUTE_DEVICE void add_to_dq_sums(BackwardParams const& params, int batch, int head, int tile,
                                 Accumulators const& query_gradient) {
@@ -18,9 +17,9 @@ CUTE_DEVICE void add_to_dq_sums(BackwardParams const& params, int batch, int hea
   for (int m = 0; m < cute::size<1>(query_gradient); ++m) {
     CUTE_UNROLL
     for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
-      reduce_add(query_gradient_sums<Tiles::kThreads>(sums, query_gradient, m, n),
-                 query_gradient(0, m, n), query_gradient(1, m, n), query_gradient(2, m, n),
-                 query_gradient(3, m, n));
+      int const block = m * int(cute::size<2>(query_gradient)) + n;
+      Tiles::Sums::add(sums, block, query_gradient(0, m, n), query_gradient(1, m, n),
+                       query_gradient(2, m, n), query_gradient(3, m, n));
     }
   }
 }

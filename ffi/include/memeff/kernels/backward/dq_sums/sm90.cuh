@@ -112,7 +112,7 @@ struct TmaDqSumsSm90 {
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(query_gradient); ++n) {
         int const block = m * int(cute::size<2>(query_gradient)) + n;
-        // In the order of query_gradient_sums().
+        // In the order of Tiles::Sums.
         store_shared_vector(shared_tile + threadIdx.x * 16 + block * (Tiles::kThreads * 16),
                             query_gradient(0, m, n), query_gradient(1, m, n),
                             query_gradient(2, m, n), query_gradient(3, m, n));
