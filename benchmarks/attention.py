@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from measuring import documents, host_cost, measurement
+from measuring.residency import Residency
 from measuring.timing import Failure, Timing, first_line, measure
 from programs import cells as cell_sets
 from programs import inputs as cell_inputs
@@ -27,6 +28,8 @@ from programs.precompile import Precompilation
 from rich.console import Console
 from rich.progress import Progress
 from user_functions import table as function_table
+
+from jax_memeff.codegen import arch as archs
 
 DIRECTIONS = {"forward": False, "forward_backward": True}
 
@@ -193,10 +196,21 @@ def _arguments() -> argparse.Namespace:
         "--peers", default="all", help=f"all, or some of {', '.join(all_peers.PEERS)}"
     )
     parser.add_argument("--host", default="", help=f"some of {', '.join(host_cost.ROWS)}")
+    parser.add_argument(
+        "--arch",
+        help="run the kernels of another architecture, such as compute_80, as PTX, with as many "
+        "CTAs on an SM as there",
+    )
     measurement.add_options(parser, "<first group>", "peer")
     options = parser.parse_args()
     try:
         options.cells = cell_sets.cells(options.cells) if options.cells else []
+        if options.arch:
+            if not archs.is_virtual(options.arch):
+                raise ValueError(
+                    f"expected --arch to name PTX, such as 'compute_80', got {options.arch!r}"
+                )
+            archs.capability(options.arch)
         options.peers = all_peers.peers(options.peers)
         options.host = host_cost.rows(options.host)
     except ValueError as error:
@@ -208,15 +222,18 @@ def main() -> None:
     # By default JAX reserves three quarters of the device's memory, and torch needs some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     options = _arguments()
+    residency = None
+    if options.arch:
+        os.environ["JAX_MEMEFF_ARCHS"] = options.arch
+        residency = Residency(options.arch)
     document: dict[str, Any] = {
         **measurement.head(options),
         "peers": {peer.name: peer.label for peer in options.peers},
         "cells": [],
         "host": {},
     }
-    path = options.output or documents.default_path(
-        str(document["device"]["name"]), options.cells[0].group if options.cells else "host"
-    )
+    kind = options.arch or (options.cells[0].group if options.cells else "host")
+    path = options.output or documents.default_path(str(document["device"]["name"]), kind)
     if any(not cell.gradients for cell in options.cells):
         document["device"]["copy_bytes_per_second"] = host_cost.copy_rate()
     console = Console()
@@ -257,6 +274,9 @@ def main() -> None:
                         "results": results,
                     }
                 )
+                documents.write(path, document)
+            if residency is not None:
+                document["residency"] = residency.facts()
                 documents.write(path, document)
         for row in progress.track(options.host, description="host cost"):
             document["host"][row] = host_cost.ROWS[row](options.peers)

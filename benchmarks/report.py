@@ -3,8 +3,9 @@
 It writes between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``. ``tables`` has
 all results, ``summary`` only the ratios, ``host`` the host's cost. Results without a cell of the
 main grid go to ``features``, or to a block of their own if _BLOCKS has their group; those of
-ring.py go to ``ring``, those of paged.py to ``paged``, those of precision.py to ``precision``, and
-those of tests/gallery/gallery_errors.py to ``errors``. Blocks that were not measured are kept.
+another architecture go to the block with its name; those of ring.py go to ``ring``, those of
+paged.py to ``paged``, those of precision.py to ``precision``, and those of
+tests/gallery/gallery_errors.py to ``errors``. Blocks that were not measured are kept.
 ``overview`` is written each time, from the results in benchmarks/results, with a picture of its
 own.
 """
@@ -23,7 +24,7 @@ from programs.peers import OURS
 from reporting import plots, precision_table
 from reporting.markdown_table import table
 from reporting.ratios import ours, ratios
-from reporting.results import read
+from reporting.results import device_title, read
 from server import table as server_table
 from user_functions import errors
 from user_functions import table as function_table
@@ -37,9 +38,12 @@ _BLOCK = re.compile(
 )
 # Groups with a block of their own, for results whose cells all belong to one group.
 _BLOCKS = ("masks", "deterministic", "decode", "dims", "large_dims", "float32", "functions")
+# Results of other architectures, attention.py --arch.
+_ARCHITECTURES = ("compute_80", "compute_86")
 _NAMES = (
     *("tables", "summary", "host", "features", "paged", "ring", "errors", "precision"),
     "overview",
+    *_ARCHITECTURES,
     *_BLOCKS,
 )
 _FIRST_RESULTS = {"cold": "empty cache", "warm": "filled cache", "archive": "archive"}
@@ -106,7 +110,7 @@ def _machine(document: dict[str, Any]) -> str:
     device, versions = document["device"], document["versions"]
     driver = f", driver {device['driver']}" if device["driver"] else ""
     parts = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"{device['name']}{driver}, {document['date']}; {parts}."
+    return f"{device_title(document)}{driver}, {document['date']}; {parts}."
 
 
 def _has_few_queries(cell: dict[str, Any]) -> bool:
@@ -286,6 +290,8 @@ def block_of(document: dict[str, Any]) -> str:
 
 def plot_path(document: dict[str, Any], grid: Path) -> Path | None:
     """The path of the plot of results, beside that of the grid; None if their block has no plot."""
+    if "residency" in document:
+        return grid.with_name(f"{document['residency']['arch']}{grid.suffix}")
     groups = {cell["group"] for cell in document.get("cells", ())}
     if of_grid(document):
         return grid
@@ -304,6 +310,8 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
         return {"errors": gallery_errors(document)}
     if "precision" in document:
         return {"precision": f"{_machine(document)}\n\n{precision_table.text(document)}"}
+    if "residency" in document:
+        return {document["residency"]["arch"]: tables(document, image)}
     if document["cells"] and not of_grid(document):
         groups = {cell["group"] for cell in document["cells"]}
         if groups == {"functions"}:

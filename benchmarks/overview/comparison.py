@@ -9,6 +9,7 @@ from typing import Any
 
 from programs.peers import OURS
 from reporting.ratios import ours, ratios
+from reporting.results import device_title
 
 DIRECTIONS = ("forward", "forward_backward")
 TITLES = {
@@ -92,7 +93,7 @@ def rows(documents: Iterable[dict[str, Any]]) -> list[Row]:
             title = TITLES[group]
             if group == "main":
                 title += f", head dim {cell['head_dim']}"
-            device = document["device"]["name"]
+            device = device_title(document)
             key = order.index(group), device, title
             row = found.get(key) or Row(title, device, document["date"], (), ())
             found[key] = _with(row, cell, own, others)

@@ -38,6 +38,8 @@ class Peer:
     """Ignores the function of a cell."""
     compiles: bool = False
     """Compiles its kernels at the first call, so parallel processes compile them beforehand."""
+    deterministic: bool = False
+    """Runs with PyTorch's deterministic algorithms."""
 
 
 def _memeff(
@@ -144,6 +146,27 @@ def _torch_sdpa(cell: Cell, backend: str):
                 is_causal=cell.causal,
                 enable_gqa=cell.heads != cell.key_heads,
             )
+
+    return attention
+
+
+def _torch_flash(cell: Cell):
+    """FlashAttention-2. SDPA has no argument for its window, so such cells call the operator."""
+    if cell.window is None:
+        return _torch_sdpa(cell, "FLASH_ATTENTION")
+    torch = importlib.import_module("torch")
+
+    def attention(tensors):
+        # It takes [B, T, N, H]: transposed views of the same memory that SDPA gets.
+        operands = (x.transpose(1, 2) for x in (tensors.query, tensors.key, tensors.value))
+        lengths = cell.query_length, cell.key_length
+        # No starts of sequences; dropout, causal mask, no debug mask.
+        result = torch.ops.aten._flash_attention_forward(
+            *(*operands, None, None, *lengths, cell.dropout, cell.causal, False),
+            window_size_left=cell.window,
+            window_size_right=0,
+        )
+        return result[0].transpose(1, 2)
 
     return attention
 
@@ -293,8 +316,16 @@ PEERS = {
             "torch_flash",
             "torch FlashAttention-2",
             "torch",
-            functools.partial(_torch_sdpa, backend="FLASH_ATTENTION"),
-            _without("window", "soft_cap", "mask_block"),
+            _torch_flash,
+            _without("soft_cap", "mask_block"),
+        ),
+        Peer(
+            "torch_flash_deterministic",
+            "torch FlashAttention-2 (deterministic)",
+            "torch",
+            _torch_flash,
+            _without("soft_cap", "mask_block"),
+            deterministic=True,
         ),
         Peer(
             "torch_cudnn",
@@ -329,13 +360,16 @@ OURS = ("memeff_cuda", "memeff_xla", "memeff_deterministic", "memeff_plain")
 def peers(names: str) -> list[Peer]:
     """The peers of a comma-separated list of names.
 
-    ``all`` means jax-memeff's default and all other implementations, except FlexAttention.
+    ``all`` means jax-memeff's default and all other implementations, except FlexAttention and the
+    deterministic ones.
 
     >>> [peer.label for peer in peers("memeff_cuda,torch_cudnn")]
     ['jax-memeff', 'torch cuDNN']
     """
     if names == "all":
-        return [peer for peer in PEERS.values() if peer.name not in (*OURS[1:], "flex")]
+        absent = (*OURS[1:], "flex")
+        peers = PEERS.values()
+        return [peer for peer in peers if peer.name not in absent and not peer.deterministic]
     unknown = [name for name in names.split(",") if name not in PEERS]
     if unknown:
         raise ValueError(f"unknown peers {unknown}: expected 'all' or some of {', '.join(PEERS)}")

@@ -33,12 +33,14 @@ class Processes:
         self._pool: ProcessPoolExecutor | None = None
         if jax.default_backend() not in ("gpu", "cuda"):
             return
-        major, minor = jax.devices()[0].compute_capability.split(".")
+        archs = os.environ.get("JAX_MEMEFF_ARCHS")
+        if not archs:
+            archs = of_capability(*map(int, jax.devices()[0].compute_capability.split(".")))
         self._pool = ProcessPoolExecutor(
             min(_MOST_PROCESSES, os.cpu_count() or 1),
             multiprocessing.get_context("spawn"),
             _start,
-            (of_capability(int(major), int(minor)),),
+            (archs,),
         )
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future | None:
@@ -95,10 +97,10 @@ def _directions(cell: Cell, peer: Peer) -> tuple[bool, ...]:
     return (True,) if peer.framework == "jax" else (False, True)
 
 
-def _start(arch: str) -> None:
+def _start(archs: str) -> None:
     """Keeps JAX off the GPU in this process, and keeps PyTorch from starting more processes."""
     jax.config.update("jax_platforms", "cpu")
-    os.environ["JAX_MEMEFF_ARCHS"] = arch
+    os.environ["JAX_MEMEFF_ARCHS"] = archs
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 

@@ -62,6 +62,8 @@ class TorchProgram:
             raise RuntimeError("torch finds no CUDA device")
         self.calls = calls
         self._torch = torch
+        # The mode at the time of the capture counts; other peers set their own.
+        torch.use_deterministic_algorithms(peer.deterministic)
         function = one_call(peer.attention(cell), backward)
         operands = tensors(jax.block_until_ready(adapt(inputs, peer, cell)), backward)
         self._operands = operands  # the graph holds addresses but does not keep tensors alive

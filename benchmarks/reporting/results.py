@@ -19,6 +19,18 @@ def read(path: Path) -> dict[str, Any]:
     return document
 
 
+def device_title(document: dict[str, Any]) -> str:
+    """The device, and the architecture of the kernels if it is not the device's own.
+
+    >>> device_title({"device": {"name": "NVIDIA H200"}, "residency": {"arch": "compute_80"}})
+    'NVIDIA H200 with kernels for compute_80'
+    """
+    name = document["device"]["name"]
+    if "residency" in document:
+        name += f" with kernels for {document['residency']['arch']}"
+    return name
+
+
 def _drop_wrong_results(records: dict[str, dict[str, Any]]) -> None:
     """Replaces the figure of a peer by an error if its results are wrong: if they differ from ours,
     and those of another peer do not.

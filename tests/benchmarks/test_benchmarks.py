@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 from harness import BENCHMARKS, document, modules
 
+from jax_memeff.codegen import emit, select
+from jax_memeff.codegen.features import AskedBias
+from jax_memeff.codegen.problem import Problem
+
 __all__ = ["document", "modules"]
 
 
@@ -23,12 +27,14 @@ __all__ = ["document", "modules"]
         "programs.cells",
         "first_minutes",
         "measuring.host_cost",
+        "measuring.residency",
         "programs.jax_programs",
         "reporting.markdown_table",
         "overview.comparison",
         "programs.peers",
         "precision",
         "reporting.precision_table",
+        "reporting.results",
         "report",
         "ring",
         "server.calls",
@@ -169,6 +175,34 @@ def test_steps_and_their_calls(modules):
     assert calls["prompts"].rows(ragged) == slice(128, 128 + 4 * 2048)
 
 
+def test_launches_are_padded_to_the_residency_of_another_gpu(modules, monkeypatch):
+    residency = modules("measuring.residency")
+    for module, name in ((residency.description, "describe"), (residency.compiler, "compile")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # restored after the test
+    monkeypatch.setattr(residency, "_capability", lambda: (9, 0))
+    problem = Problem("backward", "bf16", 64, 64, "compute_86", {"bias": AskedBias("16")})
+    spec = select.select(problem)
+    entry = next(entry for entry in spec.entry_points if entry.name == spec.name)
+    before = residency.description.describe(spec, "compute_86", [])
+    residency.Residency("compute_86")
+    after = residency.description.describe(spec, "compute_86", [])
+    assert f"entry {entry.name} {entry.threads} {entry.shared_bytes} " in before
+    # One CTA on an SM of 100 KB, so more than half of the 228 KB of an SM of sm_90.
+    assert 50 * 1024 < entry.shared_bytes < 100 * 1024
+    assert f"entry {entry.name} {entry.threads} {113 * 1024 + 1} " in after
+    assert f"kSharedBytes == {entry.shared_bytes}" in emit.source(spec)
+
+
+def test_other_architectures_have_tables_and_rows_of_their_own(modules, document):
+    report, comparison = modules("report"), modules("overview.comparison")
+    other = {**document, "residency": {"arch": "compute_80", "kernels": {}}}
+    assert list(report.blocks(other, None)) == ["compute_80"]
+    assert "with kernels for compute_80" in report.blocks(other, None)["compute_80"]
+    cells = [{**cell, "group": "small"} for cell in document["cells"]]
+    rows = comparison.rows([{**document, "cells": cells}, {**other, "cells": cells}])
+    assert len({row.device for row in rows}) == 2
+
+
 class Clock:
     """Replaces ``time``: programs advance it."""
 
@@ -297,7 +331,8 @@ def test_peers_say_what_they_have_no_argument_for(modules):
     able = {name for name, peer in peers.items() if not peer.missing(function)}
     assert able == {"memeff_cuda", "memeff_xla", "memeff_deterministic", "memeff_plain", "flex"}
     everyone = {peer.name for peer in modules("programs.peers").peers("all")}
-    assert set(peers) - everyone == {"memeff_xla", "memeff_deterministic", "memeff_plain", "flex"}
+    absent = {"memeff_xla", "memeff_deterministic", "memeff_plain", "flex"}
+    assert set(peers) - everyone == {*absent, "torch_flash_deterministic"}
 
 
 def test_unknown_names_are_refused_with_the_known_ones(modules):
