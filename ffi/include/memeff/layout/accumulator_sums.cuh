@@ -22,9 +22,8 @@ struct AccumulatorSums {
   // The first float of this thread in a block of a tile of sums.
   template <class Float>
   CUTE_DEVICE static Float* at(Float* tile, int block) {
-    int const thread = threadIdx.x;
-    int const first =
-        kVectors ? thread * 4 : thread / kWarpSize * (4 * kWarpSize) + thread % kWarpSize;
+    unsigned const lane = threadIdx.x % kWarpSize;
+    unsigned const first = kVectors ? threadIdx.x * 4 : (threadIdx.x - lane) * 4 + lane;
     // Keep the constant last: it becomes an immediate, and all blocks use one address register.
     return tile + first + block * kBlockFloats;
   }
