@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import sys
 from collections.abc import Iterable, Sequence
@@ -36,7 +37,7 @@ from jax_memeff.codegen.problem import (
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
 from jax_memeff.codegen.support import family_reasons
-from jax_memeff.codegen.toolchain import nvrtc, program_cache
+from jax_memeff.codegen.toolchain import descriptors, nvrtc, program_cache
 from jax_memeff.codegen.toolchain.compile import Compiled
 from jax_memeff.codegen.toolchain.parallel import Job, compile_many
 from jax_memeff.errors import CompileError, UnsupportedError
@@ -71,6 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (CompileError, UnsupportedError) as error:
         errors.print(str(error), style="red", markup=False)
+        return 1
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        errors.print(f"{error}. {descriptors.advice()}", style="red", markup=False)
         return 1
     except KeyboardInterrupt:
         errors.print("interrupted")
@@ -169,7 +175,7 @@ def _build(options: argparse.Namespace, out: Console) -> int:
             progress.update(task, advance=1, description=spec.name)
             results[spec, arch] = result
             if options.output is None:
-                stored.require(result)
+                stored.require((spec, arch), result)
 
         try:
             compile_many(jobs, on_done)
@@ -193,7 +199,7 @@ def _build(options: argparse.Namespace, out: Console) -> int:
     out.print(table)
     if failed:
         out.print(f"{len(failed)} kernels did not compile; the first error:", style="red")
-        out.print(str(failed[0]), markup=False)
+        out.print(str(failed[0]), markup=False, soft_wrap=True)
     elif options.output is not None:
         done = {job: result for job, result in results.items() if isinstance(result, Compiled)}
         out.print(archives.write(options.output, done), markup=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import (
+    descriptors,
     headers,
     nvrtc,
     prebuilt,
@@ -64,6 +65,12 @@ def lookup(spec: KernelSpec, arch: str) -> Compiled | None:
     return lookup_source(*source(spec, arch))
 
 
+def loss(spec: KernelSpec, arch: str) -> str | None:
+    """Why no other process finds a kernel that was compiled here; None if one does."""
+    return program_cache.current().loss(_key(*source(spec, arch)))
+
+
+@descriptors.explained()
 def key(spec: KernelSpec, arch: str) -> str:
     """A digest of what the compiled kernel depends on: source, headers, compiler and options.
 
@@ -86,6 +93,7 @@ def compile_source(source: str, arch: str, names: Sequence[str]) -> Compiled:
     return _compile_and_store(source, arch, names)
 
 
+@descriptors.explained()
 def lookup_source(source: str, arch: str, names: Sequence[str]) -> Compiled | None:
     """The kernel that ``compile_source`` would find in an archive or in the cache, or None."""
     start = time.perf_counter()
@@ -98,6 +106,7 @@ def lookup_source(source: str, arch: str, names: Sequence[str]) -> Compiled | No
     return _unpack(payload, tuple(names), start)
 
 
+@descriptors.explained()
 def compile_uncached(source: str, arch: str, names: Sequence[str]) -> Compiled:
     """Like ``compile_source``, but neither reads nor fills the cache."""
     start = time.perf_counter()
@@ -113,6 +122,7 @@ def compile_uncached(source: str, arch: str, names: Sequence[str]) -> Compiled:
     )
 
 
+@descriptors.explained()
 def store(source: str, arch: str, names: Sequence[str], compiled: Compiled) -> None:
     """Put into the cache what ``compile_uncached`` returned for these arguments."""
     program_cache.current().put(_key(source, arch, names), _pack(compiled))

@@ -13,7 +13,7 @@ import io
 from collections.abc import Mapping
 
 from jax_memeff.codegen import arch as archs
-from jax_memeff.codegen.toolchain import headers, parts
+from jax_memeff.codegen.toolchain import descriptors, headers, parts
 from jax_memeff.errors import CompileError
 
 OPTIONS = {
@@ -146,6 +146,8 @@ def _ptx(program) -> bytes:
 
 
 def _advice(log: str, found: Mapping[str, str]) -> str:
+    if descriptors.IN_LOGS in log:
+        return descriptors.advice()
     if "--gpu-architecture" in log:
         return _WRONG_ARCH_OF_CUDA_12 if parts.cuda_major() == 12 else _WRONG_ARCH
     if _number(found["CCCL"]) >= (3, 2) and _number(found["CUTLASS"]) < (4, 7):

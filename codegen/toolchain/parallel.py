@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import compile as compiler
-from jax_memeff.codegen.toolchain import nvrtc, parts
+from jax_memeff.codegen.toolchain import descriptors, nvrtc, parts
 from jax_memeff.codegen.toolchain.compile import Compiled
 from jax_memeff.errors import CompileError
 
@@ -25,6 +25,7 @@ Job = tuple[KernelSpec, str]
 OnDone = Callable[[KernelSpec, str, Compiled | CompileError], object]
 
 
+@descriptors.explained()
 def compile_many(
     jobs: Iterable[Job], on_done: OnDone | None = None, processes: int | None = None
 ) -> list[Compiled]:

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from jax_memeff import config
+from jax_memeff.codegen.toolchain import descriptors
 from jax_memeff.errors import CompileError
 
 WHEEL = "wheel"
@@ -147,6 +148,7 @@ def library(part: Part) -> Found:
             ctypes.CDLL(str(wheel.path))
         loaded = pathfinder.load_nvidia_dynamic_lib(part.name)
     except (pathfinder.DynamicLibNotFoundError, OSError) as error:
+        descriptors.require_one()
         raise missing([part], str(error)) from None
     if wheel is not None and os.path.samefile(wheel.path, loaded.abs_path):
         return wheel
@@ -232,6 +234,7 @@ def import_(name: str) -> ModuleType:
         with _importing:
             return importlib.import_module(name)
     except ImportError as error:
+        descriptors.require_one()
         raise CompileError(
             f"error: {name} was not found: {error}",
             {"searched sys.path": searched()["sys.path"]},
@@ -242,6 +245,7 @@ def import_(name: str) -> ModuleType:
 def _in_wheels(part: Part) -> Found | None:
     """The first wheel along ``sys.path`` that has the file; ``path`` is that of the file."""
     name, directory, file = part.wheel
+    descriptors.require_one()
     for wheel in importlib.metadata.distributions(name=name):
         path = Path(str(wheel.locate_file(f"{directory}/{file}")))
         if path.is_file():
@@ -251,6 +255,7 @@ def _in_wheels(part: Part) -> Found | None:
 
 def _installed(distribution: str) -> str | None:
     """The version of the first distribution of this name along ``sys.path``; None without one."""
+    descriptors.require_one()
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -22,6 +22,7 @@ memory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jax_memeff import config
+from jax_memeff.codegen.toolchain import descriptors
 
 MAX_BYTES = 256 * 2**20
 """About 6000 kernels; the least recently used ones are evicted first."""
@@ -45,11 +47,9 @@ _MAGIC = b"jax_memeff kernel 1\n"
 _HASH_BYTES = hashlib.sha256().digest_size
 _ENTRY = re.compile(r"[0-9a-f]{64}\.kernel")
 _TEMPORARY = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
-_STALE_SECONDS = 3600
-"""A temporary file of this age belongs to a process that was killed: writing takes milliseconds."""
-
-_PROBE_BYTES = 2**17
-"""The size of a large kernel."""
+_HOUR = 3600
+"""Seconds. A temporary file of this age belongs to a process that was killed: writing takes
+milliseconds. A time this far ahead was set while a clock was wrong."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a FIFO would wait for a writer.
@@ -96,9 +96,10 @@ class ProgramCache:
         self.memory[key] = payload
         with self._opened(create=True) as directory:
             if directory is not None:
+                _remove_abandoned(directory)  # first: they may be what fills the disk
                 with contextlib.suppress(OSError):
                     _write(directory, key, payload)
-                    _evict(directory)
+                    _evict(directory, _name(key))
 
     def entries(self) -> list[Entry]:
         """The kernels on disk."""
@@ -117,15 +118,17 @@ class ProgramCache:
         except OSError as error:
             return _unusable(self.directory, error)
 
-    def unwritable(self) -> str | None:
-        """Why kernels cannot be kept on disk; None if they can. Creates the directory."""
+    def loss(self, key: str) -> str | None:
+        """Why the kernel that was put under ``key`` is not on disk; None if it is.
+
+        Writes it again, because the error of the first attempt is gone.
+        """
         if self.directory is None:
             return "there is no home directory: name a directory in JAX_MEMEFF_CACHE_DIR"
-        probe = secrets.token_hex(_HASH_BYTES)
         try:
             with _open_trusted(self.directory, create=True) as directory:
-                _write(directory, probe, bytes(_PROBE_BYTES))
-                _unlink(directory, _name(probe))
+                if _read(directory, key) is None:
+                    _write(directory, key, self.memory[key])
         except UntrustedDirectoryError as error:
             return str(error)
         except OSError as error:
@@ -170,7 +173,8 @@ def _open_trusted(directory: Path | None, create: bool) -> Iterator[int]:
     if directory is None:
         raise FileNotFoundError("there is no directory for the cache")
     if create:
-        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # of a file: it cannot be opened below
+            directory.mkdir(mode=0o755, parents=True, exist_ok=True)
     outer = os.open(directory, _DIRECTORY)
     try:
         _require_private(outer, directory)
@@ -191,9 +195,14 @@ def _unusable(directory: Path | None, error: OSError) -> str:
     place = directory
     if directory is not None and error.filename == SUBDIRECTORY:  # opened relative to it
         place = directory / SUBDIRECTORY
+    elif directory is not None and error.filename2:  # something that no rename replaces
+        place = directory / SUBDIRECTORY / error.filename2
+    advice = "name another directory in JAX_MEMEFF_CACHE_DIR"
+    if error.errno == errno.EMFILE:
+        advice = descriptors.advice()
     return (
         f"jax_memeff keeps compiled kernels in memory only, because {place} cannot be used "
-        f"({error.strerror}): name another directory in JAX_MEMEFF_CACHE_DIR"
+        f"({error.strerror}): {advice}"
     )
 
 
@@ -254,14 +263,28 @@ def _write(directory: int, key: str, payload: bytes) -> None:
         raise
 
 
-def _evict(directory: int) -> None:
-    total = 0
-    for entry in sorted(_entries(directory, _ENTRY), key=lambda entry: entry.used, reverse=True):
-        total += entry.size
-        if total > MAX_BYTES:
-            _unlink(directory, entry.name)
+def _remove_abandoned(directory: int) -> None:
+    """Remove the temporary files of processes that were killed."""
     for entry in _entries(directory, _TEMPORARY):
-        if entry.used < time.time() - _STALE_SECONDS:
+        if abs(time.time() - entry.used) > _HOUR:
+            _unlink(directory, entry.name)
+
+
+def _evict(directory: int, written: str) -> None:
+    """Remove the least recently used entries beyond ``MAX_BYTES``, but not the one just written.
+
+    A time in the future, set by a wrong clock or a copy, says nothing about the last use. Entries
+    that have one go first: otherwise they would never go, and every new kernel would.
+    """
+    latest = time.time() + _HOUR
+
+    def last_use(entry: Entry) -> tuple[bool, bool, float]:
+        return entry.name == written, entry.used <= latest, entry.used
+
+    total = 0
+    for entry in sorted(_entries(directory, _ENTRY), key=last_use, reverse=True):
+        total += entry.size
+        if total > MAX_BYTES and entry.name != written:
             _unlink(directory, entry.name)
 
 

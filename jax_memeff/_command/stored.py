@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from jax_memeff import config
 from jax_memeff._command.output import OutputError
-from jax_memeff.codegen.toolchain import program_cache
+from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain.compile import Compiled
+from jax_memeff.codegen.toolchain.parallel import Job
 from jax_memeff.errors import CompileError
 
 
-def require(result: Compiled | CompileError) -> None:
-    """Raise if a kernel was compiled and the cache takes none, for example on a full disk.
+def require(job: Job, result: Compiled | CompileError) -> None:
+    """Raise if a kernel was compiled and is not in the cache, for example on a full disk.
 
     Raises:
         OutputError: the message says why, and what to do.
     """
     if isinstance(result, CompileError) or result.cached:
         return
-    cache = program_cache.current()
-    if reason := cache.refusal() or cache.unwritable():
+    if reason := compiler.loss(*job):
         raise OutputError(
             f"the kernels would be lost, because the cache does not take them: {reason}; --output "
             "writes an archive instead"

@@ -181,7 +181,9 @@ def test_build_prints_resources_and_is_not_fooled_by_failures(capsys, monkeypatc
             names = tuple(entry.name for entry in spec.entry_points)
             resources = tuple(Resource(name, 168, 8, 16, 512) for name in names)
             warnings = ("(C7510) Potential Performance Loss",)
-            on_done(spec, arch, Compiled(b"", names, resources, warnings, "", 1.25, False))
+            compiled = Compiled(b"image", names, resources, warnings, "", 1.25, False)
+            compiler.store(*compiler.source(spec, arch), compiled)
+            on_done(spec, arch, compiled)
         raise error
 
     monkeypatch.setattr(cli, "compile_many", compile_many)

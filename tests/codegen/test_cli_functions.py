@@ -90,7 +90,7 @@ def test_build_compiles_the_kernels_that_a_call_with_the_function_finds(
     def compile_many(asked, on_done):
         jobs.extend(asked)
         for spec, arch in asked:
-            on_done(spec, arch, Compiled(b"", (), (), (), "", 1.0, False))
+            on_done(spec, arch, Compiled(b"", (), (), (), "", 1.0, True))
 
     monkeypatch.setattr(cli, "compile_many", compile_many)
     code, _ = run(

@@ -8,6 +8,7 @@ import pytest
 from command_line import environment, run
 
 from jax_memeff import cli, config
+from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import prebuilt, program_cache
 from jax_memeff.codegen.toolchain.compile import Compiled
 
@@ -25,7 +26,9 @@ def no_compiler(monkeypatch):
     def compile_many(jobs, on_done):
         for spec, arch in jobs:
             names = tuple(entry.name for entry in spec.entry_points)
-            on_done(spec, arch, Compiled(b"image", names, (), (), "", 1.0, False))
+            compiled = Compiled(b"image", names, (), (), "", 1.0, False)
+            compiler.store(*compiler.source(spec, arch), compiled)
+            on_done(spec, arch, compiled)
 
     monkeypatch.setattr(cli, "compile_many", compile_many)
 
@@ -110,7 +113,7 @@ def test_build_says_which_kernels_the_cache_lacks(capsys, tmp_path, no_compiler,
 
 def test_build_ends_if_the_disk_is_full(capsys, no_compiler):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
     try:
         code = cli.main(BUILD)
     finally:
@@ -236,7 +239,7 @@ def test_brackets_in_paths_and_remarks_are_no_markup(capsys, monkeypatch):
 
     def compile_many(jobs, on_done):
         for spec, arch in jobs:
-            on_done(spec, arch, Compiled(b"image", (), (), ("(C7510) [/lost]",), "", 1.0, False))
+            on_done(spec, arch, Compiled(b"image", (), (), ("(C7510) [/lost]",), "", 1.0, True))
 
     monkeypatch.setattr(cli, "compile_many", compile_many)
     code, out = run(capsys, *BUILD)

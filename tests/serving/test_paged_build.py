@@ -74,7 +74,7 @@ def test_decode_steps_drafts_and_prompts_find_their_kernels(flags, given, monkey
     def compile_many(asked: Any, on_done: Any) -> None:
         jobs.extend(asked)
         for spec, arch in asked:
-            on_done(spec, arch, Compiled(b"", (), (), (), "", 1.0, False))
+            on_done(spec, arch, Compiled(b"", (), (), (), "", 1.0, True))
 
     monkeypatch.setattr(cli, "compile_many", compile_many)
     common = ["--dtype", "bf16", "--arch", "sm_90a", "--varlen", *flags.split()]

@@ -1,5 +1,6 @@
 """The cache of compiled kernels: the files that it may touch, its trust, and damaged entries."""
 
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -75,15 +76,78 @@ def test_the_least_recently_used_kernels_are_evicted(tmp_path, monkeypatch):
     assert entry(tmp_path).exists() and not entry(tmp_path, OTHER).exists()
 
 
+@pytest.mark.parametrize("ahead", [60, 7200, 10**9])
+def test_a_new_kernel_outlasts_those_from_the_future(tmp_path, monkeypatch, ahead):
+    """A clock that was wrong, or a copy, has set their times."""
+    monkeypatch.setattr(program_cache, "MAX_BYTES", 1000)
+    keys = [hashlib.sha256(bytes([number])).hexdigest() for number in range(6)]
+    for key in keys[:3]:
+        set_age(stored(tmp_path, bytes(200), key), -ahead)
+    for key in keys[3:]:
+        stored(tmp_path, bytes(200), key)
+    left = [entry(tmp_path, key).exists() for key in keys]
+    assert left[-1] and sum(left) == 3
+    if ahead > program_cache._HOUR:
+        assert left == [False] * 3 + [True] * 3
+
+
+def test_a_kernel_larger_than_the_cache_replaces_all_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(program_cache, "MAX_BYTES", 1000)
+    stored(tmp_path, bytes(300))
+    ProgramCache(tmp_path).put(OTHER, bytes(2000))
+    assert not entry(tmp_path).exists() and entry(tmp_path, OTHER).exists()
+
+
 def test_files_of_killed_writers_are_removed_after_an_hour(tmp_path):
     own = stored(tmp_path).parent
-    old, new = (own / f"{OTHER}.{digit * 16}.tmp" for digit in "01")
-    for file in (old, new):
+    old, future, new = (own / f"{OTHER}.{digit * 16}.tmp" for digit in "012")
+    for file in (old, future, new):
         file.write_bytes(b"half")
     set_age(old, 7200)
+    set_age(future, -7200)
     ProgramCache(tmp_path).put(OTHER, b"whole")
-    assert not old.exists() and new.exists()
+    assert not old.exists() and not future.exists() and new.exists()
     assert len(ProgramCache(tmp_path).entries()) == 2
+
+
+def test_files_of_killed_writers_go_although_nothing_can_be_written(tmp_path, monkeypatch):
+    """They may be what has filled the disk."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    old = stored(tmp_path).parent / f"{OTHER}.{'0' * 16}.tmp"
+    old.write_bytes(b"half")
+    set_age(old, 7200)
+    monkeypatch.setattr(program_cache, "_write", full)
+    ProgramCache(tmp_path).put(OTHER, b"whole")
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("name", [f"{OTHER}.kernel", f"{OTHER}.{'0' * 16}.tmp"])
+def test_directories_with_the_names_of_files_are_left_alone(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(program_cache, "MAX_BYTES", 100)
+    directory = stored(tmp_path).parent / name
+    directory.mkdir()
+    (directory / "thesis.tex").write_text("mine")
+    os.utime(directory, (0, 0))
+    cache = ProgramCache(tmp_path)
+    cache.put(KEY, bytes(300))
+    assert (directory / "thesis.tex").read_text() == "mine"
+    cache.put(OTHER, b"payload")
+    if name.endswith(".kernel"):
+        assert f"{directory} cannot be used (Is a directory)" in str(cache.loss(OTHER))
+    else:
+        assert cache.loss(OTHER) is None
+
+
+def test_loss_repairs_what_it_can(tmp_path):
+    cache = ProgramCache(tmp_path)
+    cache.put(KEY, b"payload")
+    assert cache.loss(KEY) is None
+    entry(tmp_path).unlink()
+    assert cache.loss(KEY) is None
+    assert ProgramCache(tmp_path).get(KEY) == b"payload"
 
 
 # ------------------------------------------------------------------------------ damaged entries
