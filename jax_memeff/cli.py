@@ -22,21 +22,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_memeff import config
-from jax_memeff._command import archives, argument_types, output, stored, tables, tiles
+from jax_memeff._command import archives, argument_types, explain, output, stored, tables, tiles
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, gpu, select
 from jax_memeff.codegen.features import BY_NAME, FEATURES
-from jax_memeff.codegen.problem import (
-    DIRECTIONS,
-    DTYPES,
-    REQUIRED_DIRECTIONS,
-    Direction,
-    Problem,
-)
+from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, Direction, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
-from jax_memeff.codegen.support import family_reasons
 from jax_memeff.codegen.toolchain import descriptors, nvrtc, program_cache
 from jax_memeff.codegen.toolchain.compile import Compiled
 from jax_memeff.codegen.toolchain.parallel import Job, compile_many
@@ -126,27 +119,10 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
         problem = _problem(options, arch, options.direction, sums_gradients=is_backward)
         strategy = Strategy(options.query_rows, options.split_q)
         out.print(f"[bold]{', '.join(filter(None, map(str, (problem, strategy))))}[/bold]")
-        reasons = family_reasons(problem)
-        for reason in reasons:
-            out.print(f"  {reason}", style="red", markup=False)
-        if reasons:
+        selected = explain.choice(out, problem, strategy, every=options.all)
+        if selected is None:
             code = 1
             continue
-        try:
-            selected = select.select(problem, strategy)
-        except UnsupportedError as error:
-            if problem.direction in REQUIRED_DIRECTIONS:
-                raise
-            for reason in error.reasons[1:]:
-                out.print(f"  {reason}", style="red", markup=False)
-            code = 1
-            continue
-        table = new_table("kernel", "shared bytes", "verdict")
-        for spec, refused in select.explain(problem, strategy):
-            verdict = "; ".join(refused) or tables.merit(spec, selected)
-            style = "green" if spec == selected else None
-            table.add_row(spec.name, str(spec.shared_bytes), verdict, style=style)
-        out.print(table)
         if problem.sequence is not None:
             out.print(tiles.grid(selected, problem.sequence))
             out.print(tiles.drawing(options, selected), markup=False, soft_wrap=True)
@@ -350,26 +326,31 @@ def _parser() -> argparse.ArgumentParser:
 
     add("kernels", _kernels, "list every kernel that build --all compiles, one per line")
 
-    explain = add("explain", _explain, "show which kernel serves a problem, and why others do not")
-    explain.add_argument(
+    explained = add(
+        "explain", _explain, "show which kernel serves a problem, and why others do not"
+    )
+    explained.add_argument(
         "--direction", choices=DIRECTIONS, default="forward", help="tangent: forward mode (jvp)"
     )
-    explain.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES, required=True)
-    _add_dims(explain, required=True)
-    explain.add_argument(
+    explained.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES, required=True)
+    _add_dims(explained, required=True)
+    explained.add_argument(
+        "--all", action="store_true", help="every kernel that was not chosen; default: the nearest"
+    )
+    explained.add_argument(
         "--seq", type=argument_types.size, help="query and key length: draws the tiles"
     )
-    explain.add_argument(
+    explained.add_argument(
         "--query-rows",
         choices=QUERY_ROWS,
         help="few queries: split keys over CTAs, in tiles of up to 64 rows, or over consumer "
         "groups; 128 and 256 split nothing, but choose tiles of this many rows",
     )
-    explain.add_argument(
+    explained.add_argument(
         "--split-q", action="store_true", help="few KV blocks: CTAs of a backward share each one"
     )
     for feature in FEATURES:
-        feature.add_flags(explain)
+        feature.add_flags(explained)
 
     build = add(
         "build",

@@ -11,7 +11,6 @@ from rich.table import Table
 from jax_memeff import config
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import headers, parts, prebuilt
 
@@ -72,12 +71,3 @@ def prebuilt_kernels() -> str:
         f"{config.kernel_archive()}: {kernels}, "
         f"by jax_memeff {found.version} and NVRTC {found.compiler.get('nvrtc', 'unknown')}{fits}"
     )
-
-
-def merit(spec: KernelSpec, selected: KernelSpec) -> str:
-    """How a kernel that solves the problem compares with the one that is selected."""
-    if spec == selected:
-        return f"selected: {spec.tile.reason}"
-    dims = (spec.padded_head_dim, spec.padded_value_dim)
-    is_padded = dims != (selected.padded_head_dim, selected.padded_value_dim)
-    return f"fits, {'with more padding' if is_padded else 'but comes after the selected one'}"

@@ -83,18 +83,74 @@ def test_explain_shows_choice_grid_and_source(capsys):
         "--causal", "--soft-cap", "--seq", "1000",
     )  # fmt: skip
     assert code == 0
-    (selected,) = [line.split() for line in out.splitlines() if "selected:" in line]
-    spec = select.select(
-        Problem("forward", "bf16", 128, 128, "sm_90a", {"mask": "causal", "soft_cap": True})
-    )
-    assert selected[:2] == [spec.name, str(spec.shared_bytes)]
-    assert "head_dim 128 is above its 32; value_dim 128 is above its 32" in out
-    fits = {line.split()[0]: line for line in out.splitlines() if " fits, " in line}
-    for name, line in fits.items():
-        assert ("with more padding" in line) == ("_d128_" not in name), line
+    asked = Problem("forward", "bf16", 128, 128, "sm_90a", {"mask": "causal", "soft_cap": True})
+    spec = select.select(asked)
+    assert verdicts(out)[0] == (spec.name, f"selected: {spec.tile.reason}")
+    assert f"\n{spec.name}  {spec.shared_bytes} bytes of shared memory\n" in out
     tiles = -(-1000 // spec.tile.query)
     assert f"{tiles} tiles of {spec.tile.query} query rows for each of the query heads" in out
     assert "kMask = memeff::MaskKind::causal;" in out
+
+
+def verdicts(out):
+    """The kernels that ``explain`` shows, each with what it says of them."""
+    return re.findall(r"^(fmha_\w+)  \d+ bytes of shared memory\n  (.*)$", out, re.MULTILINE)
+
+
+@pytest.mark.quick
+def test_explain_begins_with_the_choice_and_its_nearest_losers(capsys, monkeypatch):
+    problem = "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a", "--causal"
+    _, out = run(capsys, *problem)
+    choice = out.partition("#include")[0]
+    assert verdicts(choice) == verdicts(out) and len(choice.splitlines()) < 16
+    (name, verdict), *losers = verdicts(choice)
+    assert name == "fmha_fwd_bf16_d128_128x128_causal_sm90" and verdict.startswith("selected: ")
+    assert losers == [
+        (
+            "fmha_fwd_bf16_d128_64x64_groups_causal_sm90",
+            "its consumer groups are for few work tiles whose keys are not long",
+        ),
+        ("fmha_fwd_bf16_d128_128x64_causal_sm90", "fits, but comes after the selected one"),
+        ("fmha_fwd_bf16_d128v64_128x64_causal_sm90", "value_dim 128 is above its 64"),
+    ]
+    explained = select.explain(Problem("forward", "bf16", 128, 128, "sm_90a", {"mask": "causal"}))
+    assert f"\n{len(explained) - 4} more with --all\n" in choice
+    _, out = run(capsys, *problem, "--all")
+    found = verdicts(out)
+    assert len(found) == len(explained) and found[0] == (name, verdict)
+    assert "more with --all" not in out
+    others = [spec.name for spec, _ in explained]
+    others.remove(name)
+    assert [name for name, _ in found[1:]] == others
+    fits = {name: verdict for name, verdict in found if verdict.startswith("fits, ")}
+    assert len(set(fits.values())) == 2
+    for name, verdict in fits.items():
+        assert ("with more padding" in verdict) == ("_d128_" not in name), verdict
+
+
+def test_explain_fits_a_terminal_of_80_columns(capsys, monkeypatch):
+    """Only names and the lines of the source may be longer than that."""
+    monkeypatch.setattr(cli, "_FILE_WIDTH", 80)
+    _, out = run(
+        capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a", "--all",
+    )  # fmt: skip
+    choice = out.partition("#include")[0]
+    count = choice.count(" bytes of shared memory\n")
+    assert count > 200 and len(choice.splitlines()) < 4 * count
+    assert max(map(len, choice.splitlines())) <= 80
+
+
+def test_explain_of_a_problem_that_no_kernel_solves_shows_the_nearest(capsys, monkeypatch):
+    explained = [(spec, ["it is Tuesday"]) for spec, _ in select.explain(
+        Problem("forward", "bf16", 64, 64, "sm_80")
+    )]  # fmt: skip
+    explained[7] = explained[7][0], ["it is Tuesday", "and raining"]
+    monkeypatch.setattr(select, "explain", lambda *_: explained)
+    code, out = run(
+        capsys, "explain", "--dtype", "bf16", "--head-dim", "64", "--arch", "sm_80"
+    )  # fmt: skip
+    assert code == 1 and "no kernel fits this problem" in out and "#include" not in out
+    assert [verdict for _, verdict in verdicts(out)] == ["it is Tuesday"] * 3
 
 
 def test_dtypes_have_their_names_in_jax_too(capsys):
@@ -156,10 +212,11 @@ def test_explain_of_few_queries(capsys):
         capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a",
         "--query-rows", "16", "--seq", "1",
     )  # fmt: skip
-    (selected,) = [line.split() for line in out.splitlines() if "selected:" in line]
-    assert selected[0] == select.select(problem, Strategy(query_rows="16")).name
+    assert verdicts(out)[0][0] == select.select(problem, Strategy(query_rows="16")).name
     assert "1 tiles of 16 rows; as many splits of the keys as fill the device" in out
-    _, out = run(capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a")
+    _, out = run(
+        capsys, "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a", "--all"
+    )  # fmt: skip
     assert "it splits the keys, and work tiles fill the GPU without splits" in out
 
 
@@ -234,7 +291,7 @@ def test_an_interrupted_build_goes_on_where_it_was(capsys, monkeypatch):
 def test_explain_tells_why_each_kernel_is_rejected(capsys):
     code, out = run(
         capsys, "explain", "--dtype", "bf16", "--head-dim", "64", "--arch", "sm_90a",
-        "--segments", "--boolean", "--bias", "16", "--bias-layout", "common",
+        "--segments", "--boolean", "--bias", "16", "--bias-layout", "common", "--all",
     )  # fmt: skip
     assert code == 0
     problem = Problem(
