@@ -36,6 +36,8 @@ from jax_memeff.codegen.toolchain.parallel import Job, compile_many
 from jax_memeff.errors import CompileError, UnsupportedError
 
 _FILE_WIDTH = 200
+_TIMED_ARCH = "sm_80"
+"""For the times of a machine without a GPU; they hardly depend on it."""
 _INTERRUPTED = 130  # 128 plus the number of SIGINT, as in shells
 
 _NO_ARCH = (
@@ -93,7 +95,7 @@ def _info(options: argparse.Namespace, out: Console) -> int:
     out.print(table)
     out.print(tables.toolchain())
     if options.timings:
-        out.print(tables.timings(_archs(options)[0]))
+        out.print(tables.timings((*_known_archs(options), _TIMED_ARCH)[0]))
     return 0
 
 
@@ -276,11 +278,15 @@ def _features(options: argparse.Namespace, sums_gradients: bool) -> dict[str, An
 
 
 def _archs(options: argparse.Namespace) -> tuple[str, ...]:
-    """The architectures asked for: the option, then the environment, then the devices."""
-    chosen = tuple(dict.fromkeys(options.arch or ())) or config.archs() or _device_archs()
-    if not chosen:
+    """The architectures of ``_known_archs``; there must be one."""
+    if not (known := _known_archs(options)):
         raise ValueError(_NO_ARCH)
-    return chosen
+    return known
+
+
+def _known_archs(options: argparse.Namespace) -> tuple[str, ...]:
+    """The architectures asked for: the option, then the environment, then the devices."""
+    return tuple(dict.fromkeys(options.arch or ())) or config.archs() or _device_archs()
 
 
 def _device_archs() -> tuple[str, ...]:

@@ -117,9 +117,13 @@ def cuda_major() -> int:
     return 12 if _installed("jax-cuda12-plugin") and not _installed("jax-cuda13-plugin") else 13
 
 
-def install() -> str:
-    """The command that installs every part for the CUDA version of this process."""
-    return f'pip install "jax-memeff[cuda{cuda_major()}]"'
+def install(major: int | None = None) -> str:
+    """The command that installs every part for a CUDA version, by default that of this process.
+
+    It brings no JAX for CUDA, which takes 4.6 GB and compiles no kernel.
+    """
+    extra = "nvrtc-cu12" if (major or cuda_major()) == 12 else "nvrtc"
+    return f'pip install "jax-memeff[{extra}]"'
 
 
 @functools.cache

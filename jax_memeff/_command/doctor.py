@@ -160,13 +160,13 @@ def _compiler(machine: Machine) -> Finding:
         first = str(error).splitlines()[0].removeprefix("a kernel did not compile: ")
         first = first.removeprefix("error: ")
         archive = config.kernel_archive() is not None
-        advice = _install(machine) if needed and not archive else ""
+        advice = _install_compiler(machine) if needed and not archive else ""
         return Finding("compiler", False if advice else None, first, advice)
     version, milliseconds = nvrtc.version(), 1e3 * (time.perf_counter() - start)
     text = f"NVRTC {version} compiles for {arch}, a tiny kernel in {milliseconds:.0f} ms"
     if machine.driver is not None and int(version.split(".")[0]) > machine.driver[0]:
         text = f"NVRTC {version} is newer than the driver, which cannot load what it compiles"
-        return Finding("compiler", False, text, _install(machine))
+        return Finding("compiler", False, text, _install_compiler(machine))
     return Finding("compiler", True, text)
 
 
@@ -228,10 +228,18 @@ def _attention(machine: Machine) -> Finding:
 
 
 def _install(machine: Machine) -> str:
-    """The command for the driver of this machine."""
-    if machine.driver is None:
-        return parts.install()
-    return f'pip install "jax-memeff[cuda{13 if machine.driver >= (13, 0) else 12}]"'
+    """The command that installs JAX's plugin and the compiler for the driver of this machine."""
+    return f'pip install "jax-memeff[cuda{_cuda(machine)}]"'
+
+
+def _install_compiler(machine: Machine) -> str:
+    """The command for a machine without a compiler; it installs no plugin if JAX has one."""
+    return parts.install(_cuda(machine)) if machine.devices else _install(machine)
+
+
+def _cuda(machine: Machine) -> int:
+    assert machine.driver is not None
+    return 13 if machine.driver >= (13, 0) else 12
 
 
 def _first_steps(machine: Machine) -> tuple[str, ...]:

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jax_memeff._functions import array_rules, indexing, outside, scalar_rules
+from jax_memeff._functions import array_rules, indexing, lines, outside, scalar_rules
 from jax_memeff._functions.graph import Graph, are_linear
 from jax_memeff._functions.views import (
     CLIP,
@@ -85,11 +84,9 @@ class Interpreter:
         self._structural = structural
 
     @property
-    def line(self) -> str:
-        """The line of the user's function that is being replayed."""
-        lines = (source_info_util.summarize(e.source_info) for _, e in reversed(self._nested))
-        # Equations of jnp functions that JAX had already traced have no line.
-        return next((line for line in lines if ":" in line), "in an unknown line")
+    def line(self) -> str | None:
+        """The line of the user's function that is being replayed, if it is known."""
+        return lines.of_equations(equation for _, equation in reversed(self._nested))
 
     def run(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr."""

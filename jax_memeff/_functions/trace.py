@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jax_memeff._functions import lines
 from jax_memeff._functions.canonical import canonical
 from jax_memeff._functions.derivative import with_derivatives
 from jax_memeff._functions.graph import Graph
@@ -79,7 +80,8 @@ def traced_score_function(
         return program, tuple(arrays[index] for index in used)
     except (NotScalarError, NotImplementedError) as error:  # JAX raises the latter
         reason = (
-            f"its derivative: {error}; close over jax.lax.stop_gradient of values that have none"
+            f"{lines.of_function(function)}: its derivative: {error}; close over "
+            "jax.lax.stop_gradient of values that have none"
         )
         raise UnsupportedError([reason], _UNSUPPORTED.format("score_mod")) from None
 
@@ -122,10 +124,8 @@ class _Tracer:
         try:
             self._result = self._interpreted(traced, types, result)
         except NotScalarError as error:
-            raise UnsupportedError(
-                [f"{self._interpreter.line}: {error}"],
-                _UNSUPPORTED.format(argument),
-            ) from None
+            line = self._interpreter.line or lines.of_function(function)
+            raise UnsupportedError([f"{line}: {error}"], _UNSUPPORTED.format(argument)) from None
 
     @property
     def calls(self) -> list[Any]:
@@ -159,11 +159,19 @@ class _Tracer:
             try:
                 result = function(self._before.apply(first, *literals), *others)
             except _NOT_IN_PYTHON as error:
-                raise TypeError(self._not_in_python(error)) from error
-            return self._checked(result, types)
+                line = lines.of_error(error, function)
+                raise TypeError(f"{line}: {self._not_in_python(error)}") from error
+            self._require_array(result, kind, lines.of_function(function))
+            return result
 
+        kind = "a float" if types[0][0] == "score" else "a bool"
         dtypes = [dtype for _, dtype in types] + [types[0][1]] * len(self._before.literals)
-        return jax.make_jaxpr(called)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
+        traced = jax.make_jaxpr(called)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
+        (output,), equations = traced.jaxpr.outvars, traced.jaxpr.eqns
+        made_by = (equation for equation in equations if output in equation.outvars)
+        line = lines.of_equations(made_by) or lines.of_function(function)
+        self._require_scalar(traced.out_avals[0], kind, line)
+        return traced
 
     def _not_in_python(self, error: Exception) -> str:
         start = f"{self._argument} is traced by JAX: its arguments are not Python numbers. "
@@ -174,15 +182,18 @@ class _Tracer:
             "jnp instead of np, math, int() and float()"
         )
 
-    def _checked(self, result: Any, types: list[tuple[str, ScalarType]]) -> Any:
-        """The result, if it is a scalar of the right kind."""
-        kind = "a float" if types[0][0] == "score" else "a bool"
-        expected = f"{self._argument} must return {kind} scalar"
+    def _require_array(self, result: Any, kind: str, line: str) -> None:
         try:
-            aval = jax.typeof(result)
+            jax.typeof(result)
         except TypeError:
             advice = "; does it lack a `return`?" if result is None else ""
-            raise TypeError(f"{expected}, got {type(result).__name__}{advice}") from None
+            raise TypeError(
+                f"{line}: {self._argument} must return {kind} scalar, got "
+                f"{type(result).__name__}{advice}"
+            ) from None
+
+    def _require_scalar(self, aval: Any, kind: str, line: str) -> None:
+        expected = f"{line}: {self._argument} must return {kind} scalar"
         if aval.shape != ():
             raise ValueError(
                 f"{expected}, got an array of shape {aval.shape}; its arguments are scalars, and "
@@ -191,7 +202,7 @@ class _Tracer:
         name = aval.dtype.name
         right = "float" in SCALAR_TYPES.get(name, "") if kind == "a float" else name == "bool"
         if right:
-            return result
+            return
         advice = {
             "a float": "; convert it, for example by .astype(jnp.float32)",
             "a bool": "; write a comparison, or != 0",

@@ -14,7 +14,7 @@ from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.strategy import Strategy
 from jax_memeff.codegen.toolchain import compile as compiler
-from jax_memeff.codegen.toolchain import nvrtc, parallel, program_cache
+from jax_memeff.codegen.toolchain import nvrtc, parallel, parts, program_cache
 from jax_memeff.codegen.toolchain.compile import Compiled
 from jax_memeff.codegen.toolchain.resources import Resource
 from jax_memeff.errors import CompileError
@@ -67,13 +67,26 @@ def test_info_shows_the_toolchain(capsys, monkeypatch, tmp_path):
     assert str(tmp_path) in lines["kernel cache"]
 
 
-def test_info_times_each_step(capsys, monkeypatch):
+@pytest.mark.parametrize("arch", ["sm_75", None])
+def test_info_times_each_step(capsys, monkeypatch, arch):
+    """Without a GPU, too: sm_80 then stands for all architectures."""
     source = 'extern "C" __global__ void empty() {}'
     monkeypatch.setattr(cli.emit, "source", lambda spec: source)
-    code, out = run(capsys, "info", "--timings", "--arch", "sm_75")
+    code, out = run(capsys, "info", "--timings", *(["--arch", arch] if arch else []))
     assert code == 0
     for step in ("digest of the headers", "compile", "find in the cache"):
-        assert step in out
+        assert re.search(rf"^{step} \(.*, {arch or 'sm_80'}\) +\d+\.\d *$", out, re.MULTILINE)
+
+
+def test_info_without_a_compiler_shows_the_rest_and_how_to_install_it(capsys, monkeypatch):
+    def absent(*_):
+        raise parts.missing([parts.NVRTC])
+
+    monkeypatch.setattr(nvrtc, "compile", absent)
+    assert cli.main(["info", "--timings"]) == 1
+    shown = capsys.readouterr()
+    assert "kernel cache" in shown.out
+    assert "NVRTC not found" in shown.err and 'pip install "jax-memeff[nvrtc]"' in shown.err
 
 
 @pytest.mark.quick

@@ -49,7 +49,8 @@ def installed(monkeypatch):
 def test_the_bindings_or_the_plugin_choose_the_wheels(installed, distributions, major):
     installed(**distributions)
     assert parts.cuda_major() == major
-    assert parts.install() == f'pip install "jax-memeff[cuda{major}]"'
+    extra = {12: "nvrtc-cu12", 13: "nvrtc"}[major]
+    assert parts.install() == f'pip install "jax-memeff[{extra}]"'
     for part in PARTS:
         if part is not parts.CUTLASS:  # which has no CUDA version
             assert part.wheel.name.endswith("-cu12") == (major == 12)
@@ -61,7 +62,7 @@ def test_missing_parts_name_the_wheels_of_their_cuda_version(installed):
     installed(cuda_bindings="12.9.10")
     message = str(parts.missing([parts.NVRTC, parts.CCCL]))
     assert "wheels: nvidia-cuda-nvrtc-cu12, nvidia-cuda-cccl-cu12" in message
-    assert 'pip install "jax-memeff[cuda12]"' in message
+    assert 'pip install "jax-memeff[nvrtc-cu12]"' in message
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_parts_of_two_cuda_versions_do_not_compile(
         nvrtc.compile(TINY, "sm_80", "tiny")
     wrong = nvrtc_version if title == "NVRTC" else headers_version
     assert f"cuda.bindings is for CUDA 12, and {title} is of version {wrong}" in str(raised.value)
-    assert 'pip install "jax-memeff[cuda12]"' in str(raised.value)
+    assert 'pip install "jax-memeff[nvrtc-cu12]"' in str(raised.value)
 
 
 @with_cuda12

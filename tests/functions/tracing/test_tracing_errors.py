@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import jax
@@ -19,7 +20,7 @@ TABLE = normal(1, 4, 64)
 def line_of(text: str) -> str:
     """The place of a text in this file, as ``name:line``."""
     lines = Path(__file__).read_text().splitlines()
-    (number,) = (i for i, line in enumerate(lines, 1) if text in line and "line_of" not in line)
+    (number,) = (i for i, line in enumerate(lines, 1) if text in line and f'"{text}' not in line)
     return f"{Path(__file__).name}:{number}"
 
 
@@ -71,6 +72,60 @@ def test_python_that_needs_numbers():
     assert "jnp.where" in score_error(TypeError, lambda s, b, h, q, k: s if q > k else 0.0)
     # range() asks for an index.
     assert "int()" in score_error(TypeError, lambda s, b, h, q, k: s + sum(range(q)))
+
+
+class Banded:
+    """A function that is an object, as those of Flax and Equinox are."""
+
+    def __call__(self, s, b, h, q, k):  # the definition of an object
+        return (s, s)
+
+
+def test_errors_name_the_line():
+    def branch(s, b, h, q, k):
+        near = q - k
+        if near > 3:  # the branch
+            return s
+        return -s
+
+    def index(q):
+        return int(q)  # the conversion
+
+    def array(s, b, h, q, k):  # the definition of a jitted function
+        row = TABLE[h] + s  # the row that is returned
+        other = s * 2
+        del other
+        return row
+
+    def captured(s, b, h, q, k):  # the definition that returns an array
+        return TABLE
+
+    def nothing(s, b, h, q, k):  # the definition that returns nothing
+        s + 1
+
+    rule = jax.custom_jvp(lambda x: x)
+    rule.defjvp(lambda primals, tangents: (primals[0], jax.lax.lgamma(primals[0]) * tangents[0]))
+
+    def underived(s, b, h, q, k):  # the definition without a derivative
+        return rule(s)
+
+    for function, kind, text in (
+        (branch, TypeError, "# the branch"),
+        (lambda s, b, h, q, k: s + index(q), TypeError, "# the conversion"),
+        (array, ValueError, "# the row that is returned"),
+        (jax.jit(array), ValueError, "# the definition of a jitted function"),
+        (captured, ValueError, "# the definition that returns an array"),
+        (functools.partial(captured), ValueError, "# the definition that returns an array"),
+        (jax.jit(captured), ValueError, "# the definition that returns an array"),
+        (nothing, TypeError, "# the definition that returns nothing"),
+        (Banded(), TypeError, "# the definition of an object"),
+        (underived, UnsupportedError, "# the definition without a derivative"),
+    ):
+        assert f"{line_of(text)}" in score_error(kind, function), text
+    assert line_of("a mask of numbers") in mask_error(
+        TypeError,
+        lambda b, h, q, k: q - k,  # a mask of numbers
+    )
 
 
 @pytest.mark.quick
