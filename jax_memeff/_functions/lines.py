@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 
 _LIBRARIES = tuple(
     os.path.join(os.path.dirname(os.path.abspath(file)), "")
-    for file in (jax.__file__, np.__file__, os.path.dirname(__file__))
+    for file in (inspect.getfile(jax), inspect.getfile(np), os.path.dirname(__file__))
 )
 """The directories of JAX, NumPy and this package, whose lines are not the user's."""
 
