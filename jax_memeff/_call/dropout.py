@@ -32,6 +32,7 @@ from jax_memeff._call.operands.arrays import DropoutState, Operands
 from jax_memeff._call.options import RANDOM_BLOCK, Options
 from jax_memeff._call.values import static_number
 
+_THREEFRY = "threefry2x32"
 _RBG = ("rbg", "unsafe_rbg")
 """JAX's generators whose keys have four words."""
 
@@ -298,12 +299,20 @@ def _legacy_shape(generator: str) -> tuple[int, ...]:
 
 def key_words(dropout_key: jax.Array) -> jax.Array:
     """The generator's key, uint32[2], of a typed or legacy JAX random key."""
-    if jax.random.key_impl(dropout_key) not in _RBG:
+    generator = jax.random.key_impl(dropout_key)
+    if generator not in (_THREEFRY, *_RBG):
         return jax.random.bits(dropout_key, (2,), "uint32")
-    # The bits of these generators depend on the backend, and under jax.vmap on the first key only.
-    is_typed = jnp.issubdtype(dropout_key.dtype, jax.dtypes.prng_key)
-    words = jax.random.key_data(dropout_key) if is_typed else jnp.asarray(dropout_key)
-    return threefry_2x32(words[:2], words[2:])
+    # JAX's checker of reused keys counts only uses of the key itself.
+    jax.random.bits(dropout_key, (1,), "uint32")
+    words = jax.random.key_data(dropout_key)
+    if generator in _RBG:
+        # The bits of these generators depend on the backend, and under jax.vmap on the first key
+        # only.
+        return threefry_2x32(words[:2], words[2:])
+    # The first two of jax.random.bits, which change if jax_threefry_partitionable is off.
+    counters = np.array([0, 0, 0, 1], np.uint32)
+    high, low = jnp.split(threefry_2x32(words, counters), 2)
+    return high ^ low
 
 
 def state(

@@ -161,11 +161,53 @@ def test_wrong_arguments_of_keep_mask(arguments, error, message):
         dropout.keep_mask(**{**right, "rows": 2, "cols": 2, **arguments})
 
 
-def test_typed_and_legacy_keys():
-    want = jax.random.bits(jax.random.key(7), (2,), "uint32")
-    np.testing.assert_array_equal(dropout.key_words(jax.random.key(7)), want)
-    legacy = jax.random.key_data(jax.random.key(7))
-    np.testing.assert_array_equal(dropout.key_words(legacy), want)
+@pytest.mark.parametrize("partitionable", [True, False])
+def test_typed_and_legacy_keys(partitionable):
+    """``jax.random.bits`` depends on the setting, whose default is True, but no dropped element."""
+    want = [2895194379, 4185947648]
+    with jax.threefry_partitionable(partitionable):
+        for key in (jax.random.key(7), jax.random.PRNGKey(7)):
+            is_default = jax.random.bits(key, (2,), "uint32").tolist() == want
+            assert is_default == partitionable
+            assert dropout.key_words(key).tolist() == want
+            assert jax.jit(dropout.key_words)(key).tolist() == want
+            assert jax.vmap(dropout.key_words)(jnp.stack([key, key])).tolist() == [want, want]
+
+
+def test_keys_of_a_generator_that_jax_does_not_have():
+    """Then the contract is that of ``jax.random.bits``."""
+    generator = jax.extend.random.define_prng_impl(
+        key_shape=(3,),
+        seed=lambda seed: jnp.stack([seed, seed, seed]).astype(jnp.uint32),
+        split=lambda key, shape: jnp.broadcast_to(key, (*shape, 3)),
+        random_bits=lambda key, bit_width, shape: jnp.full(shape, key[0] + 5, jnp.uint32),
+        fold_in=lambda key, data: key + data,
+        name="constant",
+    )
+    assert dropout.key_words(jax.random.key(7, impl=generator)).tolist() == [12, 12]
+
+
+@pytest.mark.parametrize("generator", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_the_checker_of_reused_keys_sees_that_a_call_uses_its_key(generator):
+    query = jnp.ones((1, 4, 1, 8))
+
+    @jax.jit
+    def call(key):
+        return jax_memeff.dot_product_attention(
+            query, query, query, dropout_rate=0.5, dropout_key=key
+        )
+
+    @jax.jit
+    def twice(key):
+        return call(key) + call(key)
+
+    with jax.debug_key_reuse(True):
+        key = jax.random.key(0, impl=generator)
+        call(key)
+        with pytest.raises(jax.errors.KeyReuseError):
+            call(key)
+        with pytest.raises(jax.errors.KeyReuseError):
+            twice(jax.random.key(0, impl=generator))
 
 
 @pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg"])
