@@ -18,6 +18,7 @@ from cuda_programs import (
     types_of,
 )
 
+import jax_memeff
 from jax_memeff import Mask, Offsets, UnsupportedError
 from jax_memeff._cuda.custom_call.attributes import UNBOUNDED
 from jax_memeff.codegen.features import (
@@ -57,6 +58,14 @@ def test_the_program_is_the_same_in_every_lowering(fake_compiler):
     first = lower(jax.grad(loss), *shapes())
     jax.clear_caches()
     assert lower(jax.grad(loss), *shapes()) == first
+
+
+def test_the_cost_of_a_call_is_unknown_to_xla(fake_compiler):
+    """docs/guide/memory.md says so, and how to count. If XLA learns it, the calls can have it."""
+    lowered = jax.jit(jax_memeff.dot_product_attention).trace(*shapes()).lower(
+        lowering_platforms=("cuda",)
+    )  # fmt: skip
+    assert lowered.cost_analysis()["flops"] == -1
 
 
 def test_kernels_do_not_depend_on_sizes(fake_compiler):
