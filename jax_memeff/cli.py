@@ -86,16 +86,19 @@ def _info(options: argparse.Namespace, out: Console) -> int:
     table.add_row("devices", ", ".join(_device_archs()) or "none found")
     table.add_row("JAX_MEMEFF_ARCHS", ", ".join(config.archs()) or "not set")
     cache = program_cache.current()
-    where = cache.directory or "in memory: no home directory, and JAX_MEMEFF_CACHE_DIR is not set"
+    where = f"{cache.directory}" if cache.is_writable() else f"{cache.directory}, read-only"
+    if cache.directory is None:
+        where = "in memory: no home directory, and JAX_MEMEFF_CACHE_DIR is not set"
     refusal = cache.refusal()
-    table.add_row("kernel cache", escape(refusal or str(where)))
+    table.add_row("kernel cache", escape(refusal or where))
     sizes = [] if refusal else [entry.size for entry in cache.entries()]
     table.add_row("cached kernels", f"{len(sizes)}, {sum(sizes) / 2**20:.1f} MB")
     table.add_row("prebuilt kernels", escape(tables.prebuilt_kernels()))
     out.print(table)
     out.print(tables.toolchain())
     if options.timings:
-        out.print(tables.timings((*_known_archs(options), _TIMED_ARCH)[0]))
+        arch, *_ = (*_known_archs(options), _TIMED_ARCH)
+        tables.print_whole(out, tables.timings(arch))
     return 0
 
 
@@ -174,7 +177,11 @@ def _build(options: argparse.Namespace, out: Console) -> int:
             table.add_row(spec.name, arch, "[red]did not compile[/red]")
         else:
             _add_rows(table, spec, arch, result)
-    out.print(table)
+    tables.print_whole(out, table)
+    for (spec, arch), result in results.items():
+        for warning in result.warnings if isinstance(result, Compiled) else ():
+            text = f"{spec.name}, {arch}: {warning}"
+            out.print(text, style="yellow", markup=False, soft_wrap=True)
     if failed:
         out.print(f"{len(failed)} kernels did not compile; the first error:", style="red")
         out.print(str(failed[0]), markup=False, soft_wrap=True)
@@ -201,7 +208,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
         raise ValueError("expected --models or a problem, not both")
     # Tracing imports JAX.
     models = importlib.import_module("jax_memeff._command.models")
-    return models.kernels(options.models.split(","), _archs(options))
+    return models.kernels([name.strip() for name in options.models.split(",")], _archs(options))
 
 
 def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
@@ -245,8 +252,6 @@ def _add_rows(table: Table, spec: KernelSpec, arch: str, compiled: Compiled) -> 
             f"{compiled.seconds:.2f}" if main else "",
             ("yes" if compiled.cached else "no") if main else "",
         )
-    for warning in compiled.warnings:
-        table.add_row(f"  [yellow]{escape(warning)}[/yellow]")
 
 
 def _problem(

@@ -118,6 +118,15 @@ class ProgramCache:
         except OSError as error:
             return _unusable(self.directory, error)
 
+    def is_writable(self) -> bool:
+        """Whether files may be created where the entries are or, before the first one, will be."""
+        if self.directory is None:
+            return False
+        place = self.directory / SUBDIRECTORY
+        while not os.path.exists(place):
+            place = place.parent
+        return os.access(place, os.W_OK | os.X_OK)
+
     def loss(self, key: str) -> str | None:
         """Why the kernel that was put under ``key`` is not on disk; None if it is.
 

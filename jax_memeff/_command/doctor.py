@@ -177,7 +177,12 @@ def _cache() -> Finding:
     if cache.directory is None:
         advice = "set JAX_MEMEFF_CACHE_DIR to a directory, so that kernels are compiled only once"
         return Finding("cache", False, "no home directory: kernels stay in memory", advice)
-    return Finding("cache", True, f"{cache.directory}, {len(cache.entries())} kernels")
+    count = len(cache.entries())
+    if cache.is_writable():
+        return Finding("cache", True, f"{cache.directory}, {count} kernels")
+    text = f"{cache.directory}, {count} kernels, is read-only: others are compiled by each process"
+    advice = "set JAX_MEMEFF_CACHE_DIR to a directory to which you can write"
+    return Finding("cache", bool(count), text, "" if count else advice)
 
 
 def _archive() -> Finding:

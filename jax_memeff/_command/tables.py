@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 
+from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from jax_memeff import config
@@ -14,6 +16,9 @@ from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import headers, parts, prebuilt
 
+_WIDEST = 1000
+"""Columns: wider than any table of numbers."""
+
 
 def new_table(name: str, *columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -21,6 +26,16 @@ def new_table(name: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def print_whole(out: Console, table: Table) -> None:
+    """Print a table of numbers: a terminal that is narrower than it wraps whole lines.
+
+    Columns that are narrowed to the terminal would break numbers into digits.
+    """
+    wide = out.options.update(width=_WIDEST)
+    table.width = Measurement.get(out, wide, table).maximum
+    out.print(table, crop=False)
 
 
 def toolchain() -> Table:

@@ -264,7 +264,25 @@ def test_build_prints_resources_and_is_not_fooled_by_failures(capsys, monkeypatc
     line = next(line for line in out.splitlines() if line.startswith(f"{specs[1].name} "))
     shared = str(specs[1].shared_bytes + 512)
     assert line.split()[1:] == ["sm_80", "168", "24", shared, "1.25", "no"]
-    assert "did not compile" in out and "no [bold] luck" in out and "C7510" in out
+    assert "did not compile" in out and "no [bold] luck" in out
+    assert f"\n{specs[1].name}, sm_80: (C7510) Potential Performance Loss\n" in out
+
+
+@pytest.mark.parametrize("columns", [80, 20])
+def test_tables_of_numbers_are_whole_on_a_narrow_terminal(capsys, monkeypatch, columns):
+    """The terminal wraps their lines; columns that fit it would have digits below each other."""
+    monkeypatch.setattr(cli, "_FILE_WIDTH", columns)
+    problem = Problem("forward", "f16", 32, 32, "sm_80", {"mask": "causal"})
+    spec = select.select(problem, Strategy(query_rows="16"))
+    resource = Resource(spec.name, 78, 0, 0, 0)
+    compiled = Compiled(b"image", (spec.name,), (resource,), (), "", 1.25, True)
+    monkeypatch.setattr(cli, "_jobs", lambda options: [(spec, "sm_80")])
+    monkeypatch.setattr(cli, "compile_many", lambda jobs, done: done(spec, "sm_80", compiled))
+    code, out = run(capsys, "build", "--models", "llama")
+    assert code == 0
+    assert out.splitlines()[-1].split() == [
+        spec.name, "sm_80", "78", "0", str(spec.shared_bytes), "1.25", "yes"
+    ]  # fmt: skip
 
 
 def test_an_interrupted_build_goes_on_where_it_was(capsys, monkeypatch):

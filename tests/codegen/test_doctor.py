@@ -10,7 +10,7 @@ import jax_memeff
 from jax_memeff import cli
 from jax_memeff._command import doctor, models, tables
 from jax_memeff._command.doctor import Machine
-from jax_memeff.codegen.toolchain import nvrtc, parts, prebuilt
+from jax_memeff.codegen.toolchain import nvrtc, parts, prebuilt, program_cache
 from jax_memeff.codegen.toolchain.compile import Compiled
 from jax_memeff.errors import UnsupportedError
 
@@ -102,6 +102,21 @@ def test_a_cache_that_others_can_write_to(on, tmp_path):
     code, found, advice = on(NO_GPU)
     assert code == 1 and "broken cache" in found
     assert f"chmod go-w '{tmp_path}'" in advice
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_cache_that_is_read_only(on, tmp_path, monkeypatch, capsys, filled):
+    """One that root has filled, as in a container image, is fine; an empty one is of no use."""
+    if filled:
+        program_cache.ProgramCache(tmp_path).put("0" * 64, b"payload")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    code, found, advice = on(NO_GPU)
+    assert code == (0 if filled else 1)
+    state = "ok" if filled else "broken"
+    assert f"{state} cache {tmp_path}, {int(filled)} kernels, is read-only" in found
+    assert ("set JAX_MEMEFF_CACHE_DIR" in advice) == (not filled)
+    assert cli.main(["info"]) == 0
+    assert f"{tmp_path}, read-only" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("outcome", [float("nan"), RuntimeError("broken")])
