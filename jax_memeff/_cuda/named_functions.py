@@ -79,15 +79,17 @@ def _traced(flag: str, name: str, trace: Trace) -> Any:
         raise ValueError(f"{flag} {name}: {error}") from error
     except UnsupportedError as error:
         raise UnsupportedError(error.reasons, f"{flag} {name}: {error.summary}") from error
-    except Exception as error:  # whatever the user's function raises
+    except (Exception, SystemExit) as error:  # whatever the user's function raises
         raise ValueError(f"{flag} {name} raised {type(error).__name__}: {error}") from error
 
 
 def _imported(flag: str, text: str) -> Any:
     module_name, _, name = text.partition(":")
-    if not module_name or not name:
+    is_file = "/" in module_name or module_name.endswith(".py")
+    if not module_name or not name or is_file:
         raise ValueError(
-            f"{flag} must be MODULE:NAME, for example models.attention:alibi, got {text!r}"
+            f"{flag} must be MODULE:NAME, for example models.attention:alibi for a function of "
+            f"models/attention.py, got {text!r}"
         )
     try:
         module = importlib.import_module(module_name)

@@ -48,6 +48,10 @@ def unknown(score, b, h, q, k):
     return {}["rate"]
 
 
+def leaves(score, b, h, q, k):
+    raise SystemExit(3)
+
+
 class Lazy:
     def __getattr__(self, name):
         raise RuntimeError(f"{name} needs a GPU")
@@ -142,6 +146,9 @@ def _lowered(model, argnums, monkeypatch):
     [
         ("score", "alibi", "--score-function must be MODULE:NAME, for example"),
         ("score", "user_model:", "--score-function must be MODULE:NAME"),
+        ("score", "user_model.py:gamma", "MODULE:NAME, for example models.attention:alibi for a"),
+        ("score", "./user_model.py:gamma", "--score-function must be MODULE:NAME, for example"),
+        ("score", "user_model:leaves", "--score-function user_model:leaves raised SystemExit: 3"),
         ("mask", "no_such_module:f", "the import of no_such_module raised ModuleNotFoundError"),
         ("mask", "broken_model:f", "the import of broken_model raised RuntimeError: no GPU here"),
         (
