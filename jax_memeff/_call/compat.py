@@ -15,6 +15,7 @@ from jax._src.shard_map import ShardMapTrace
 from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.core import ShapedArray
+from jax.experimental import jet
 from jax.extend import source_info_util
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
@@ -118,6 +119,11 @@ def compile_at_once(primitive: Primitive) -> None:
     This includes ``jax.disable_jit()``, in which ``jax.jit(primitive.bind)`` would call itself.
     """
     primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+
+
+def set_taylor_rule(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Set the rule of ``jax.experimental.jet``, which raises ``KeyError`` if there is none."""
+    jet.jet_rules[primitive] = rule
 
 
 def lower_with_devices(primitive: Primitive) -> None:

@@ -36,6 +36,7 @@ from jax_memeff._call.operands.gradients import (
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import token_indices
 from jax_memeff._op import primitives
+from jax_memeff._op.reverse_mode import refuse_taylor_mode
 from jax_memeff.errors import UnsupportedError
 
 
@@ -54,7 +55,7 @@ def named(results: tuple[jax.Array, ...], options: Options) -> tuple[jax.Array, 
     )
 
 
-def require_derivative(operands: AnyOperands) -> None:
+def _require_derivative(operands: AnyOperands) -> None:
     """Raise for calls that have no derivative.
 
     Raises:
@@ -137,7 +138,7 @@ def _row_bias_gradient(
 
 def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) -> Any:
     operands = jax.tree.unflatten(tree, primals)
-    require_derivative(operands)
+    _require_derivative(operands)
     out, lse, *maxima = named(primitives.forward(operands, options), options)
     moving = jax.tree.unflatten(
         tree, [None if type(tangent) is ad.Zero else tangent for tangent in tangents]
@@ -270,3 +271,9 @@ ad.primitive_jvps[primitives.attention_tangent_p] = _tangent_jvp
 ad.primitive_jvps[primitives.attention_bwd_p] = _backward_jvp
 ad.primitive_transposes[primitives.attention_tangent_p] = _tangent_transpose
 ad.primitive_transposes[primitives.attention_bwd_p] = _backward_transpose
+for _primitive in (
+    primitives.attention_fwd_p,
+    primitives.attention_tangent_p,
+    primitives.attention_bwd_p,
+):
+    refuse_taylor_mode(_primitive)

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_memeff._call import compat
-from jax_memeff._call.operands.arrays import AnyOperands
+from jax_memeff._call.operands.arrays import AnyOperands, pages_of
 from jax_memeff._call.operands.gradients import NeedsGrad, array_of, differentiable, needs_grad_of
 from jax_memeff._call.options import Options
 from jax_memeff._op import contexts, derivatives, primitives
+from jax_memeff._op.reverse_mode import reverse_mode_only
 
 
 @jax.tree_util.register_static
@@ -50,9 +50,10 @@ class _Residuals(NamedTuple):
 def forward_mode() -> AbstractContextManager[None]:
     """A context in which calls of attention have forward-mode derivatives.
 
-    By default attention is a ``jax.custom_vjp``, which ``jax.jvp``, ``jax.jacfwd`` and
-    ``jax.linearize`` reject. Calls that are traced in this context are not. Results, gradients,
-    reverse mode and ``jax.checkpoint`` are the same as outside.
+    By default attention has derivatives in reverse mode only, and ``jax.jvp``, ``jax.jacfwd`` and
+    ``jax.linearize`` raise an error when a tangent is computed. Calls that are traced in this
+    context have both. Results, gradients, reverse mode and ``jax.checkpoint`` are the same as
+    outside.
 
     On Hopper a kernel computes the tangents of 16-bit calls (docs/guide/transforms.md). Other
     tangents are computed on the blockwise path, on every platform, with linear memory.
@@ -74,33 +75,20 @@ def is_forward_mode() -> bool:
     return contexts.forward_mode.value
 
 
-@contextmanager
-def forward_mode_is_named() -> Iterator[None]:
-    """Add the remedy to JAX's error for forward mode through a ``jax.custom_vjp``.
-
-    This covers calls outside of ``jax.jit``. Inside it, JAX raises when it lowers the program, when
-    this context is no longer active.
-    """
-    try:
-        yield
-    except TypeError as error:
-        if "custom_vjp" in str(error):
-            error.add_note(
-                "jax_memeff: forward mode is for calls of attention that are traced inside "
-                "`with jax_memeff.forward_mode():`"
-            )
-        raise
-
-
 def attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, ...]:
     """(out, lse) of canonical operands, differentiable in the arrays of ``Gradients``.
 
     With ``options.row_maxima`` also the row maxima, which have no derivative.
     """
-    if is_forward_mode():
+    if is_forward_mode() or pages_of(operands) is not None:
+        # Paged calls have no derivative in either mode; the rule of the primitive says so.
         return primitives.forward(operands, options)
-    with forward_mode_is_named():
-        return _anywhere(operands, options)
+    return _in_reverse_mode(operands, options)
+
+
+@compat.compiled_in_eager_shard_map
+def _in_reverse_mode(operands: Any, options: Options) -> tuple[jax.Array, ...]:
+    return _attention(reverse_mode_only(operands), options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -109,7 +97,6 @@ def _attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, ...]
 
 
 def _forward(operands: Any, options: Options) -> tuple[tuple[jax.Array, ...], _Residuals]:
-    derivatives.require_derivative(operands)
     needs_grad = perturbed(operands)
     values: AnyOperands = jax.tree.map(lambda primal: primal.value, operands)
     results = derivatives.named(primitives.forward(values, options), options)
@@ -127,4 +114,3 @@ def _backward(options: Options, residuals: _Residuals, cotangents: Any) -> tuple
 
 
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)
-_anywhere = compat.compiled_in_eager_shard_map(_attention)

@@ -21,7 +21,8 @@ from jax_memeff._call import compat
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.operands.gradients import Gradients, NeedsGrad
 from jax_memeff._op.derivatives import named
-from jax_memeff._op.vjp import Perturbed, forward_mode_is_named, is_forward_mode, perturbed
+from jax_memeff._op.reverse_mode import reverse_mode_only
+from jax_memeff._op.vjp import Perturbed, is_forward_mode, perturbed
 from jax_memeff._ring import forward_backward
 from jax_memeff._ring.products import Ring
 
@@ -37,8 +38,12 @@ def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
     """
     if is_forward_mode():
         return _forward(operands, ring)
-    with forward_mode_is_named():
-        return _anywhere(operands, ring)
+    return _in_reverse_mode(operands, ring)
+
+
+@compat.compiled_in_eager_shard_map
+def _in_reverse_mode(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
+    return _attention(reverse_mode_only(operands), ring)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -100,4 +105,3 @@ def _backward_rule(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Operand
 
 
 _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
-_anywhere = compat.compiled_in_eager_shard_map(_attention)

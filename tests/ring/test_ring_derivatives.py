@@ -76,3 +76,14 @@ def test_derivatives_of_derivatives_and_forward_mode(layout, derivatives, assert
         for function in (on_ring, one_device)
     )
     assert_close(jax.tree.leaves(got), jax.tree.leaves(want), 1e-5)
+
+
+def test_forward_mode_is_named():
+    ring = functools.partial(jax_memeff.ring_attention, axis_name="ring")
+    rows = P(None, "ring")
+    local = jax.jit(
+        jax.shard_map(ring, mesh=ring_mesh(DEVICES), in_specs=(rows,) * 3, out_specs=rows)
+    )
+    arrays = [normal(seed, 1, 4 * len(DEVICES), 1, 2) for seed in range(3)]
+    with pytest.raises(TypeError, match=r"forward mode.*`with jax_memeff.forward_mode\(\):`"):
+        jax.jvp(local, arrays, arrays)

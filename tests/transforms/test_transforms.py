@@ -204,11 +204,8 @@ def test_only_the_context_has_forward_mode():
     """Programs that were compiled inside the context are not used outside, and vice versa."""
     attention = jax.jit(attend)
     arrays, vector = (QUERY, KEY, VALUE), (KEY, VALUE, QUERY)
-    with pytest.raises(TypeError, match="custom_vjp") as raised:
-        jax.jvp(attend, arrays, vector)
-    assert any("with jax_memeff.forward_mode()" in note for note in raised.value.__notes__)
     for _ in range(2):
-        with pytest.raises(TypeError, match="custom_vjp"):
+        with pytest.raises(TypeError, match="forward_mode"):
             jax.jvp(attention, arrays, vector)
         with jax_memeff.forward_mode():
             jax.jvp(attention, arrays, vector)
