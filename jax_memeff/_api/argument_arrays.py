@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._call import values
+from jax_memeff._call.mask import Mask
 from jax_memeff._call.values import score_dtype
 
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -51,9 +52,14 @@ def _alike(query: Any, key: Any, value: Any) -> None:
     layouts = {"query": "[B, T, N, H]", "key": "[B, S, K, H]", "value": "[B, S, K, Hv]"}
     for name, operand in named.items():
         if operand.ndim not in (3, 4):
+            advice = (
+                f"; merge its leading dims with {name}.reshape, or map over them with jax.vmap"
+                if operand.ndim > 4
+                else ""
+            )
             raise ValueError(
                 f"{name} must have rank 4 {layouts[name]}, or 3 without the batch dim, got shape "
-                f"{operand.shape}"
+                f"{operand.shape}{advice}"
             )
         if operand.ndim != query.ndim:
             raise ValueError(
@@ -86,9 +92,12 @@ def _alike(query: Any, key: Any, value: Any) -> None:
             )
     query_heads, key_heads = query.shape[-2], key.shape[-2]
     if (query_heads != 0) if key_heads == 0 else (query_heads % key_heads != 0):
+        rows, columns = query.shape[-3], key.shape[-3]
+        is_swapped = columns and rows % columns == 0
         raise ValueError(
             f"query must have a multiple of key's {key_heads} heads, got {query_heads} heads in "
-            f"shape {query.shape}{values.of_one_device()}"
+            f"shape {query.shape}{f'; {values.SWAPPED}' if is_swapped else ''}"
+            f"{values.of_one_device()}"
         )
 
 
@@ -122,6 +131,13 @@ def bias(value: Any, query_dtype: Any, scores: tuple[int, int, int, int]) -> jax
     """The bias, of rank 4, in query's dtype or in that of the scores."""
     if value is None:
         return None
+    if isinstance(value, Mask) or callable(value):
+        got, remedy = (
+            ("a Mask", "mask")
+            if isinstance(value, Mask) or value is Mask
+            else ("a function", "score_mod")
+        )
+        raise TypeError(f"bias must be an array to add to the scores, got {got}; pass {remedy}=")
     array = jnp.asarray(values.array("bias", value))
     if array.dtype.name not in FLOAT_DTYPES:
         advice = (

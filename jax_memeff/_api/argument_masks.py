@@ -26,12 +26,10 @@ def padded_lengths(
     """
 
     def checked(name: str, longest: int) -> Any:
-        if arguments[name] is None:
+        value = arguments[name]
+        if value is None:
             return None
-        array = values.integers(name, arguments[name])
-        if array.ndim == 0 and not batched:
-            array = array.reshape(1)
-        return checks.lengths(name, array, batch, longest)
+        return checks.lengths(name, value, batch, longest, batched=batched)
 
     return Mask.lengths(
         query=checked("query_seq_lengths", longest[0]),
@@ -61,11 +59,24 @@ def require_no_text_or_function(value: Any) -> None:
             f"mask must be a boolean array or a jax_memeff.Mask, got {value!r}; pass "
             "is_causal=True, or mask=jax_memeff.Mask.causal()"
         )
-    if callable(value):
-        raise TypeError(
-            "mask must be a boolean array or a jax_memeff.Mask, got a function; pass "
-            "mask=jax_memeff.Mask.function(function)"
-        )
+    if not callable(value):
+        return
+    if value is Mask:
+        got, remedy = "the class Mask", "jax_memeff.Mask.causal(), for example"
+    elif (name := _method_of_mask(value)) is not None:
+        got, remedy = f"Mask.{name}, which was not called", f"jax_memeff.Mask.{name}(...)"
+    else:
+        got, remedy = "a function", "jax_memeff.Mask.function(function)"
+    raise TypeError(
+        f"mask must be a boolean array or a jax_memeff.Mask, got {got}; pass mask={remedy}"
+    )
+
+
+def _method_of_mask(value: Any) -> str | None:
+    """The name of a method of ``Mask``, such as ``Mask.causal``; None for other functions."""
+    name = getattr(value, "__name__", "")
+    function = getattr(value, "__func__", value)
+    return name if name and getattr(Mask, name, None) is function else None
 
 
 def cu_seqlens(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from jax_memeff._call.values import INT32_MAX, static_integer
 
@@ -66,24 +67,42 @@ def local_window(value: Any) -> tuple[int, int] | None:
         raise ValueError(
             f"local_window_size must be an int or (left, right), got {len(sides)} values: {value!r}"
         )
-    return _window_side(sides[0]), _window_side(sides[1])
+    if any(side is None for side in sides):
+        raise TypeError(
+            f"local_window_size must be an int or (left, right), got {value!r}; for a side without "
+            f"bound pass mask=jax_memeff.Mask.window{tuple(sides)}"
+        )
+    left, right = map(_window_side, sides)
+    if left < 0 or right < 0:
+        raise ValueError(
+            f"local_window_size must be >= 0 on both sides, got {value!r}; "
+            f"{_without_bound(left, right)}"
+        )
+    return left, right
+
+
+def _without_bound(left: int, right: int) -> str:
+    """The remedy for a window with a negative side, which FlashAttention does not bound."""
+    if (left, right) == (-1, -1):
+        return "pass None for no window"
+    bounds = tuple(None if side == -1 else side for side in (left, right))
+    if None not in bounds:
+        return f"pass mask=jax_memeff.Mask.window{bounds}, whose bounds may be negative"
+    return f"if -1 means no bound, as in FlashAttention, pass mask=jax_memeff.Mask.window{bounds}"
 
 
 def _window_side(value: Any) -> int:
-    if value is None:
+    if isinstance(value, (np.ndarray, jax.Array)) and value.ndim:
         raise TypeError(
-            "local_window_size must be an int or (left, right), got None; for a side without bound "
-            "use mask=Mask.window(left, None)"
+            "local_window_size must be an int or (left, right) of static integers, got an array of "
+            f"shape {tuple(value.shape)}; pass a tuple"
         )
-    size = static_integer(
+    return static_integer(
         "local_window_size",
         value,
         "an int or (left, right) of static integers",
         "use mask=Mask.window(left, right), whose bounds may be traced",
     )
-    if size < 0:
-        raise ValueError(f"local_window_size must be >= 0 on both sides, got {size}")
-    return size
 
 
 def max_seqlen(name: str, value: Any) -> int:

@@ -15,7 +15,7 @@ from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.values import flag
+from jax_memeff._call.values import flag, takes_objects
 
 
 @overload
@@ -62,6 +62,7 @@ def dot_product_attention(
 
 
 @in_full
+@takes_objects
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -102,6 +103,7 @@ def dot_product_attention(
             float dtype is first cast to that of the scores, which takes memory.
         mask: A boolean array of any shape that bias may have, True where the row attends to the
             column; or a :class:`jax_memeff.Mask`. All masking arguments are combined by "and".
+            Three dims are ``[N, T, S]``; if B == N, they may also be ``[B, T, S]`` and raise.
         scale: A number, ``1/sqrt(H)`` by default. It may be 0 or negative; a magnitude other than 0
             must fit the dtype of the scores: 1.18e-38 to 8.51e+37 in f32. A traced scalar is
             differentiated; it becomes part of ``score_mod``, with the same requirements.
@@ -163,6 +165,9 @@ def dot_product_attention(
         TypeError: A dtype is wrong, or a value that must be static is traced.
         jax_memeff.UnsupportedError: No CUDA kernel supports the call; the message says why. Nothing
             falls back silently: ``implementation="xla"`` supports everything.
+
+    Objects with ``__jax_array__`` (``flax.nnx.Param``, ``keras.Variable``) stand for the arrays
+    that they hold, in every argument of every function of this package.
 
     Wrong values in device arrays do not raise: lengths are clamped to [0, T] and [0, S].
     :func:`jax_memeff.check` reports them.

@@ -95,7 +95,12 @@ def common(
         arguments["score_mod"], dtype, *scaling.of_call(arguments, head_dim, dtype)
     )
     combined = argument_masks.mask(mask, scores, tokens)
-    if flag("is_causal", arguments["is_causal"]):
+    if flag(
+        "is_causal",
+        arguments["is_causal"],
+        "make it static (jax.jit's static_argnames helps), or pass mask=jax_memeff.Mask.window("
+        "None, bound), whose bound may be traced: 0 is causal, and a large number is no bound",
+    ):
         combined &= Mask.causal()
     window = numbers.local_window(arguments["local_window_size"])
     if window is not None:

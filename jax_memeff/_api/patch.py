@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from jax_memeff._api import argument_arrays, attention
 from jax_memeff._call import scaling
-from jax_memeff._call.values import score_dtype
+from jax_memeff._call.values import held, score_dtype
 from jax_memeff._op import contexts
 
 _LOGGER = logging.getLogger("jax_memeff")
@@ -165,15 +165,16 @@ def _wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         if not contexts.patched.value:
             return original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
-        reason = _only_jax_nn(signature, call.arguments)
+        arguments = {name: held(x) for name, x in call.arguments.items()}
+        reason = _only_jax_nn(signature, arguments)
         if reason is not None:
             _say(f"runs on jax.nn, because {reason}")
             return original(*args, **kwargs)
-        implementation = call.arguments.get("implementation")
+        implementation = arguments.get("implementation")
         ignored = implementation in _IGNORED_IMPLEMENTATIONS
         detail = f", which ignores implementation={implementation!r}" if ignored else ""
         _say(f"runs on jax_memeff{detail}")
-        return _attention(**{name: x for name, x in call.arguments.items() if name in _TAKEN})
+        return _attention(**{name: x for name, x in arguments.items() if name in _TAKEN})
 
     return dot_product_attention
 

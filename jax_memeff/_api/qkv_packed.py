@@ -14,7 +14,7 @@ from jax_memeff._api.canonical import Call, common
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.operands.arrays import QkvPackedOperands
-from jax_memeff._call.values import flag, require_static_sequences
+from jax_memeff._call.values import flag, require_static_sequences, takes_objects
 
 
 @overload
@@ -52,6 +52,7 @@ def dot_product_attention_packed(
 
 
 @in_full
+@takes_objects
 def dot_product_attention_packed(
     qkv: ArrayLike,
     bias: ArrayLike | None = None,

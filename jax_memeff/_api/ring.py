@@ -22,7 +22,7 @@ from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.options import Options
-from jax_memeff._call.values import flag
+from jax_memeff._call.values import flag, takes_objects
 from jax_memeff._ring import all_to_all, derivatives
 from jax_memeff._ring.forward_backward import valid_rows
 from jax_memeff._ring.products import Method, Ring
@@ -83,6 +83,7 @@ def ring_attention(
 
 
 @in_full
+@takes_objects
 def ring_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -323,11 +324,13 @@ def _same_on_all_devices(axis_name: AxisName, name: str, lengths: Any) -> None:
 
 def _no_positions(axis_name: AxisName, offsets: Offsets | None) -> None:
     for name in ("query", "key"):
-        position = getattr(offsets, name, 0)
-        if getattr(position, "ndim", 0) or isinstance(position, jax.Array) or position != 0:
+        position: Any = getattr(offsets, name, 0)
+        is_array = isinstance(position, jax.Array) or getattr(position, "ndim", 0) > 0
+        if is_array or position != 0:
+            got = f"an array of shape {position.shape}" if is_array else position
             raise ValueError(
-                f"offsets.{name}: expected 0, got {position}; the device's index along axis "
-                f"{axis_name!r} sets the positions"
+                f"offsets.{name}: expected 0, got {got}; leave it out, because the device's index "
+                f"along axis {axis_name!r} sets the positions"
             )
 
 

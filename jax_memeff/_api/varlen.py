@@ -16,7 +16,7 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.sequences import Sequences, starts_and_lengths
-from jax_memeff._call.values import flag
+from jax_memeff._call.values import flag, takes_objects
 
 
 @overload
@@ -72,6 +72,7 @@ def varlen_attention(
 
 
 @in_full
+@takes_objects
 def varlen_attention(
     query: ArrayLike,
     key: ArrayLike,

@@ -75,10 +75,14 @@ def checked_rate(value: Any) -> float:
         "dropout_rate", value, "pass a Python number (jax.jit's static_argnames helps)"
     )
     if not 0.0 <= rate < 1.0:
-        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
+        raise ValueError(
+            f"dropout_rate must be in [0, 1), got {rate}; the largest rate is {255 / 256}, and 0.0 "
+            "drops nothing"
+        )
     return rate
 
 
+@values.takes_objects
 def threshold(rate: float) -> int:
     """The threshold T, ``floor(256 * rate + 0.5)``: an element is dropped if its byte is below.
 
@@ -107,6 +111,7 @@ def threshold(rate: float) -> int:
     return byte
 
 
+@values.takes_objects
 def realised_rate(rate: float) -> float:
     """The actual probability of dropping an element: ``threshold(rate) / 256``.
 
@@ -165,6 +170,7 @@ def _counters(first_block: int | jax.Array, blocks: int) -> jax.Array:
     return first * jnp.uint32(4) + lax.iota(jnp.uint32, 4 * blocks)
 
 
+@values.takes_objects
 def keep_mask(
     state: DropoutState,
     threshold: int,
@@ -266,12 +272,15 @@ def _require_key(value: Any) -> None:
         ValueError: it is an array of keys, or a legacy key whose size is not the default's.
     """
     if not isinstance(value, (jax.Array, np.ndarray)):
-        raise TypeError(f"dropout_key must be a jax.random key, got {type(value).__name__}")
+        raise TypeError(
+            f"dropout_key must be a jax.random key, got {type(value).__name__}; pass "
+            f"{f'jax.random.key({value})' if isinstance(value, int) else 'jax.random.key(seed)'}"
+        )
     typed = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     if not typed and value.dtype != np.uint32:
         raise TypeError(
             "dropout_key must be a key of jax.random.key or jax.random.PRNGKey (uint32), got an "
-            f"array of dtype {value.dtype}"
+            f"array of dtype {value.dtype}; pass jax.random.key(seed)"
         )
     # A legacy key is one row of words, as many as its generator has: two for threefry.
     if value.ndim != (0 if typed else 1):
@@ -315,6 +324,7 @@ def key_words(dropout_key: jax.Array) -> jax.Array:
     return high ^ low
 
 
+@values.takes_objects
 def state(
     dropout_key: jax.Array, batch: int, num_heads: int, offsets: Offsets | None = None
 ) -> DropoutState:

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jax_memeff._call.values import INT32_MAX, array, clipped, is_host
+from jax_memeff._call.values import (
+    INT32_MAX,
+    HoldsArrays,
+    array,
+    clipped,
+    held,
+    is_host,
+    methods_take_objects,
+)
 
 Index = int | np.integer | np.ndarray | jax.Array
 
@@ -34,9 +42,10 @@ class Position(NamedTuple):
     """int32[] or int32[B]"""
 
 
+@methods_take_objects
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Offsets:
+class Offsets(HoldsArrays):
     """The global position of a shard, a ring step or a chunk.
 
     A call with the offsets of its arrays computes exactly its part of the unsharded result: windows
@@ -80,7 +89,7 @@ class Offsets:
         return hash(self._values())
 
     def _values(self) -> tuple[Any, ...]:
-        return self.batch, self.head, self.num_heads, self.query, self.key
+        return held((self.batch, self.head, self.num_heads, self.query, self.key))
 
     def position(self) -> Position:
         """The row and column offsets, int32."""
@@ -101,7 +110,10 @@ def checked(value: Any, batch: int, heads: int) -> Offsets | None:
     if value is None:
         return None
     if not isinstance(value, Offsets):
-        raise TypeError(f"offsets must be jax_memeff.Offsets or None, got {type(value).__name__}")
+        raise TypeError(
+            f"offsets must be jax_memeff.Offsets or None, got {value!r:.80} of type "
+            f"{type(value).__name__}; pass jax_memeff.Offsets(query=..., key=...)"
+        )
     known: dict[str, int] = {}
     for field in dataclasses.fields(value):
         name, number = field.name, getattr(value, field.name)

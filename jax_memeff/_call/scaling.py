@@ -20,6 +20,8 @@ _LEAST_SOFTMAX_SCALE = 1e-6
 """A larger scale multiplies the sum of a score and its bias. Any other scale multiplies the score
 before the bias is added."""
 
+_PER_HEAD = "for one scale per head use score_mod"
+
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
@@ -130,7 +132,9 @@ def _static_scale(value: Any, head_dim: int, dtype: Any) -> float:
                 "the default 1/sqrt(head dim) does not exist"
             )
         return 1.0 / math.sqrt(head_dim)
-    number = static_number("scale", value, "multiply query by it and pass scale=1.0")
+    number = static_number(
+        "scale", value, "multiply query by it and pass scale=1.0", instead_of_array=_PER_HEAD
+    )
     if not is_in_range(number, dtype):
         least, most = _range_of_factors(dtype)
         raise ValueError(
@@ -148,7 +152,7 @@ def _traced_scale(value: Any, dtype: Any) -> jax.Array | None:
     if value.shape != () or not is_real:
         raise TypeError(
             f"scale must be one number, got a traced array of {value.dtype} and shape "
-            f"{value.shape}; for one scale per head use score_mod"
+            f"{value.shape}; {_PER_HEAD}"
         )
     return value.astype(score_dtype(dtype))
 

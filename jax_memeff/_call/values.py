@@ -5,10 +5,11 @@ Every message names the argument, what was expected and what was passed.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,57 @@ from jax.core import Tracer
 from jax_memeff.errors import UnsupportedError
 
 INT32_MAX = 2**31 - 1
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class HoldsArrays:
+    """The base of this package's pytrees that users pass as arguments."""
+
+
+def held(value: Any) -> Any:
+    """An argument with the arrays that its objects hold.
+
+    An object with ``__jax_array__`` (``flax.nnx.Variable``, ``keras.Variable``) stands for the
+    array that this method returns, also in a list, a tuple or a :class:`HoldsArrays`. Other pytrees
+    stay as they are: they may be functions with parameters, such as modules.
+    """
+    return jax.tree.map(_held_by, value, is_leaf=_is_no_container)
+
+
+def _is_no_container(value: Any) -> bool:
+    return not isinstance(value, (list, tuple, HoldsArrays))
+
+
+def _held_by(value: Any) -> Any:
+    if isinstance(value, (jax.Array, np.ndarray, type)):  # a class has the method, but no array
+        return value
+    array = getattr(value, "__jax_array__", None)
+    return value if array is None else array()
+
+
+def takes_objects(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a public function take objects that hold arrays (:func:`held`) for all its arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        untyped: Callable[..., Any] = function
+        return untyped(*map(held, args), **{name: held(x) for name, x in kwargs.items()})
+
+    return call
+
+
+def methods_take_objects(made: type[_R]) -> type[_R]:
+    """:func:`takes_objects` for all public methods of a class."""
+    for name, member in list(vars(made).items()):
+        if name.startswith("_"):
+            continue
+        if isinstance(member, staticmethod):
+            setattr(made, name, staticmethod(takes_objects(member.__func__)))
+        elif callable(member):
+            setattr(made, name, takes_objects(member))
+    return made
 
 
 def array(name: str, value: Any) -> Any:
@@ -35,14 +87,14 @@ def array(name: str, value: Any) -> Any:
         )
     if isinstance(value, jax.Array):
         return value
-    if hasattr(value, "__jax_array__"):
-        return jnp.asarray(value)
     if isinstance(value, (list, tuple)):
         value = _from_list(name, value)
     elif isinstance(value, (bool, int, float, complex, np.generic)):
         value = np.asarray(value)
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"{name} must be an array, got {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be an array, got {type(value).__name__}{_conversion(name, value)}"
+        )
     # NumPy counts timedeltas among the integers.
     foreign = value.dtype.kind == "m" or value.dtype in (np.longdouble, np.clongdouble)
     if foreign or not (value.dtype == bool or jnp.issubdtype(value.dtype, jnp.number)):
@@ -55,6 +107,17 @@ def array(name: str, value: Any) -> Any:
             )
         )
     return _in_native_order(value)
+
+
+def _conversion(name: str, value: Any) -> str:
+    """The end of a message about something that is not an array: how to make one of it."""
+    if isinstance(value, type):
+        return f" {value.__name__}; pass an array"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return "; trace the call with jax.eval_shape or with the lower method of jax.jit"
+    if hasattr(value, "__dlpack__"):
+        return f"; pass jax.dlpack.from_dlpack({name})"
+    return f"; pass jnp.asarray({name})" if hasattr(value, "__array__") else ""
 
 
 def _in_native_order(value: np.ndarray) -> np.ndarray:
@@ -118,16 +181,18 @@ def clipped(value: Any, low: int, high: int) -> Any:
     return value.astype(np.int32)
 
 
-def static_number(name: str, value: Any, instead: str) -> float:
+def static_number(name: str, value: Any, instead: str, instead_of_array: str = "") -> float:
     """A finite number; it becomes a constant of the kernel's launch, so it cannot be traced.
 
     Args:
         instead: the remedy for a traced number.
+        instead_of_array: the remedy for several numbers.
     """
     if isinstance(value, Tracer):
         raise TypeError(f"{name} must be a static number, got a traced value; {instead}")
     if isinstance(value, (np.ndarray, np.generic, jax.Array)) and value.shape != ():
-        raise TypeError(f"{name} must be one number, got an array of shape {value.shape}")
+        advice = instead_of_array and f"; {instead_of_array}"
+        raise TypeError(f"{name} must be one number, got an array of shape {value.shape}{advice}")
     if not _is_number(value):
         raise TypeError(
             f"{name} must be a number, got {value!r:.80} of type {type(value).__name__}"
@@ -192,11 +257,20 @@ def size(
     return number
 
 
-def flag(name: str, value: Any) -> bool:
-    """True or False."""
+def flag(
+    name: str, value: Any, instead: str = "make it static (jax.jit's static_argnames helps)"
+) -> bool:
+    """True or False.
+
+    Args:
+        instead: the remedy for a traced value.
+    """
+    if isinstance(value, Tracer):
+        raise TypeError(f"{name} must be True or False, got a traced value; {instead}")
     if not isinstance(value, (bool, np.bool_)):
-        got = "a traced value" if isinstance(value, Tracer) else f"{value!r:.80}"
-        raise TypeError(f"{name} must be True or False, got {got}")
+        is_number = isinstance(value, int) or getattr(value, "shape", None) == ()
+        advice = f"; pass bool({name})" if is_number else ""
+        raise TypeError(f"{name} must be True or False, got {value!r:.80}{advice}")
     return bool(value)
 
 
@@ -243,15 +317,43 @@ def require_countable(name: str, shape: Sequence[int]) -> None:
 
 def broadcasts_to_scores(name: str, value: Any, scores: tuple[int, int, int, int]) -> None:
     """Raise for an array that does not broadcast to the scores [B, N, T, S]."""
-    shape = value.shape
+    shape = tuple(value.shape)
     if len(shape) > 4:
-        raise ValueError(f"{name} must have rank <= 4, got rank {len(shape)}: shape {shape}")
-    padded = (1,) * (4 - len(shape)) + tuple(shape)
-    if any(size not in (1, full) for size, full in zip(padded, scores, strict=True)):
+        raise ValueError(
+            f"{name} must have rank <= 4, got rank {len(shape)}: shape {shape}; merge its leading "
+            f"dims with {name}.reshape(-1, {', '.join(map(str, shape[-3:]))})"
+        )
+    if not _broadcasts(shape, scores):
         raise ValueError(
             f"{name} must broadcast to [B, N, T, S] = {list(scores)} (each dim 1 or full, left-"
-            f"padded with 1s), got shape {tuple(shape)}{of_one_device()}"
+            f"padded with 1s), got shape {shape}{_other_dims(name, shape, scores)}{of_one_device()}"
         )
+
+
+def _broadcasts(shape: tuple[int, ...], scores: tuple[int, int, int, int]) -> bool:
+    """Whether an array, left-padded with 1s, broadcasts to the scores."""
+    padded = (1,) * (4 - len(shape)) + shape
+    return all(size in (1, full) for size, full in zip(padded, scores, strict=True))
+
+
+def _other_dims(name: str, shape: tuple[int, ...], scores: tuple[int, int, int, int]) -> str:
+    """The end of a message about a shape that does not fit: other dims for which it would."""
+    batch, heads, rows, columns = scores
+    if shape == (batch, columns):
+        return f"; if its dims are [B, S], pass {name}[:, None, None, :]"
+    if len(shape) == 3 and shape[0] == batch and _broadcasts(shape[1:], scores):
+        return f"; if its dims are [B, T, S], pass {name}[:, None]"
+    # The rows are the heads of arrays [B, N, T, H], and the columns those of their keys.
+    if columns and rows % columns == 0 and _broadcasts(shape, (batch, rows, heads, heads)):
+        return f"; {SWAPPED}"
+    return ""
+
+
+SWAPPED = (
+    "query, key and value have dims [B, T, N, H]: if yours are [B, N, T, H], as in PyTorch, pass "
+    "jnp.swapaxes(x, 1, 2) of each"
+)
+"""The remedy for shapes that would fit in PyTorch's layout."""
 
 
 def of_one_device() -> str:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jax_memeff._call.mask import Window
-from jax_memeff._call.values import static_integer
+from jax_memeff._call.values import static_integer, takes_objects
 
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS: dict[str, int] = {"contiguous": 1, "zigzag": 2}
@@ -43,6 +43,7 @@ def chunks_of_devices(layout: Layout, devices: int) -> np.ndarray:
     return np.stack([rank, 2 * devices - 1 - rank], 1)
 
 
+@takes_objects
 def zigzag(x: Array, axis: int, n: int) -> Array:
     """Reorder a sequence so that its n equal parts are the zigzag layout of a ring of n devices.
 
@@ -67,6 +68,7 @@ def zigzag(x: Array, axis: int, n: int) -> Array:
     return _take_chunks(x, axis, n, lambda chunks: chunks)
 
 
+@takes_objects
 def unzigzag(x: Array, axis: int, n: int) -> Array:
     """The inverse of :func:`zigzag`: back to the natural order.
 

@@ -26,6 +26,7 @@ from jax_memeff._call.values import score_dtype
 from jax_memeff.errors import UnsupportedError
 
 
+@values.takes_objects
 def attention_fn(
     query: ArrayLike,
     key: ArrayLike,

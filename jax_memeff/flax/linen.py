@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.values import takes_objects
 from jax_memeff.flax import attention
 from jax_memeff.flax.heads import Cache, SegmentIds, attend_heads, heads_of_keys
 from jax_memeff.flax.pages import Pages, Pools, attend_pages, require_readable
@@ -60,6 +61,7 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
     pool_dtype: DTypeLike | None = None
 
     @linen.compact
+    @takes_objects
     def __call__(  # type: ignore[override]
         self,
         inputs_q: jax.Array,
@@ -284,7 +286,7 @@ def _deprecated(
     warnings.warn(
         "flax deprecates inputs_kv: pass inputs_k, which is the default of inputs_v",
         DeprecationWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
     return inputs_kv
 

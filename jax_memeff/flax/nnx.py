@@ -121,6 +121,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.key_pages = nnx.Cache(jnp.zeros(shape, dtype))
         self.value_pages = nnx.Cache(jnp.zeros(shape, dtype))
 
+    @values.takes_objects
     def __call__(
         self,
         inputs_q: jax.Array,

@@ -23,7 +23,7 @@ from jax_memeff.flax.heads import rotated
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Pages:
+class Pages(values.HoldsArrays):
     """The sequences whose new tokens are the inputs of a layer with a paged cache.
 
     The arrays are arguments of :func:`jax_memeff.paged_attention`, the same for all layers.

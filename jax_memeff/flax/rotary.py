@@ -11,6 +11,7 @@ from jax_memeff._call import values
 from jax_memeff._call.values import score_dtype
 
 
+@values.takes_objects
 def rotary_embedding(x: jax.Array, positions: ArrayLike, base: float = 10_000.0) -> jax.Array:
     """Rotate pairs of features by angles that grow with the position.
 

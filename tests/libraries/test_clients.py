@@ -16,6 +16,7 @@ from arrays import normal
 from flax import nnx
 from test_jax_nn_parity import BIAS, CASES, MASK, operands
 
+import jax_memeff
 from jax_memeff import patch_jax_nn
 
 ORIGINAL: Any = jax.nn.dot_product_attention
@@ -53,6 +54,26 @@ def keras():
     module = importlib.import_module("keras")
     assert module.backend.backend() == "jax"
     return module
+
+
+def test_variables_of_keras(keras):
+    """They stand for the arrays that they hold."""
+    arrays = {"query": X[..., None], "bias": normal(1, 12, 12), "sinks": normal(2, 32)}
+    arrays |= {"scale": np.float32(0.5), "key_value_seq_lengths": np.array([5, 12], np.int32)}
+
+    def program(wrap):
+        def call():
+            key = value = X[..., None]
+            mask = wrap(np.tri(12, dtype=bool))
+            held = {name: wrap(x) for name, x in arrays.items()}
+            return jax_memeff.dot_product_attention(key=key, value=value, mask=mask, **held)
+
+        return str(jax.make_jaxpr(call)())
+
+    def variable(x):
+        return keras.Variable(x, dtype=str(x.dtype))
+
+    assert program(variable) == program(jnp.asarray)
 
 
 def keras_step(keras, layer, arguments):

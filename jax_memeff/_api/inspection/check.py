@@ -19,8 +19,10 @@ from jax_memeff._api.paged.check import check_paged
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.values import takes_objects
 
 
+@takes_objects
 def check(
     query: ArrayLike,
     key: ArrayLike,

@@ -18,7 +18,7 @@ from jax_memeff._call.mask.pictures.picture import Picture, elements, of_canonic
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.options import Options
-from jax_memeff._call.values import static_integer
+from jax_memeff._call.values import static_integer, takes_objects
 from jax_memeff._cuda import selection
 from jax_memeff._cuda.problem import Call
 from jax_memeff._functions.evaluate import evaluate
@@ -26,6 +26,7 @@ from jax_memeff._functions.evaluate import evaluate
 _TILE = 128, 128
 
 
+@takes_objects
 def picture(
     query: ArrayLike,
     key: ArrayLike,

@@ -46,6 +46,7 @@ def append_to_pages(
 ) -> tuple[jax.Array, None]: ...
 
 
+@values.takes_objects
 def append_to_pages(
     key_pages: ArrayLike,
     value_pages: ArrayLike | None,

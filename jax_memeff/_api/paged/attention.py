@@ -21,7 +21,7 @@ from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.pages import INVARIANT_COLUMNS, Pages
 from jax_memeff._call.sequences import Sequences
-from jax_memeff._call.values import flag
+from jax_memeff._call.values import flag, takes_objects
 
 
 @overload
@@ -51,6 +51,7 @@ def paged_attention(
 
 
 @in_full
+@takes_objects
 def paged_attention(
     query: ArrayLike,
     key_pages: ArrayLike,

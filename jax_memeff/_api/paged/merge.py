@@ -54,7 +54,7 @@ def merge_attention(
             f"parts must be a list of pairs (out, lse), got {parts!r:.80} of type "
             f"{type(parts).__name__}"
         )
-    pairs = list(map(_checked, enumerate(parts)))
+    pairs = list(map(_checked, enumerate(values.held(list(parts)))))
     if not pairs:
         raise ValueError("parts must have at least one pair (out, lse), got none")
     (out, lse), *others = pairs

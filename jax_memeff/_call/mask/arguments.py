@@ -87,7 +87,8 @@ def integers(name: str, x: ArrayLike, ranks: tuple[int, ...]) -> Any:
     array = values.integers(name, x)
     if array.ndim not in ranks:
         expected = " or ".join(str(rank) for rank in ranks)
-        raise ValueError(f"{name} must have rank {expected}, got shape {array.shape}")
+        advice = "" if array.ndim else "; pass one for each batch index or token, such as [x]"
+        raise ValueError(f"{name} must have rank {expected}, got shape {array.shape}{advice}")
     return array
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,11 +73,24 @@ def of_mask(
     return mask
 
 
-def lengths(name: str, value: Any, batch: int, longest: int | None) -> Any:
-    """Lengths [B] in [0, longest], unbounded if that is None; only host values can be checked."""
+def lengths(name: str, value: Any, batch: int, longest: int | None, *, batched: bool = True) -> Any:
+    """Lengths [B] in [0, longest], unbounded if that is None; only host values can be checked.
+
+    A call that is not ``batched`` may also have one number.
+    """
+    if getattr(value, "dtype", None) == np.bool_:
+        raise TypeError(
+            f"{name} must be integers, got dtype bool; if it marks valid keys [B, S], pass it as "
+            "mask, of shape [B, 1, 1, S]"
+        )
     array = values.integers(name, value)
+    if not batched and array.ndim == 0:
+        array = array.reshape(1)
     if array.shape != (batch,):
-        raise ValueError(f"{name} must have shape [B] = [{batch}], got shape {tuple(array.shape)}")
+        raise ValueError(
+            f"{name} must have shape [B] = [{batch}], got shape {tuple(array.shape)}"
+            f"{_as_lengths(name, array.shape, batch)}"
+        )
     if values.is_host(array) and longest is not None:
         wrong = np.flatnonzero((array < 0) | (array > longest))
         if wrong.size:
@@ -85,6 +99,15 @@ def lengths(name: str, value: Any, batch: int, longest: int | None) -> Any:
                 f"{name} must be in [0, {longest}], got {array[index]} at index {index}"
             )
     return array
+
+
+def _as_lengths(name: str, shape: tuple[int, ...], batch: int) -> str:
+    """The end of a message about lengths of another shape: how to pass them."""
+    if shape == ():
+        return f"; pass jnp.full({batch}, {name})"
+    if shape == (batch + 1,):
+        return "; the starts of packed sequences are arguments of varlen_attention"
+    return f"; pass {name}.reshape({batch})" if math.prod(shape) == batch else ""
 
 
 def boolean(value: Any, scores: Scores) -> Any:
@@ -96,6 +119,14 @@ def boolean(value: Any, scores: Scores) -> Any:
             f"{array.dtype}; pass mask != 0, or an additive mask as bias"
         )
     values.broadcasts_to_scores("mask", array, scores)
+    batch, heads = scores[:2]
+    # Left-padding means N, as for a bias, but masks of three dims are mostly [B, T, S].
+    if array.ndim == 3 and array.shape[0] == batch == heads != 1:
+        raise ValueError(
+            f"mask must have four dims if the first of three may be B or N, which are both {heads} "
+            f"here, got shape {tuple(array.shape)} for [B, N, T, S] = {list(scores)}; pass "
+            "mask[:, None] if it is B, mask[None] if it is N"
+        )
     return array
 
 

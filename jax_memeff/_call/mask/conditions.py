@@ -9,6 +9,7 @@ import jax
 
 from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
 from jax_memeff._call.mask.window import TracedWindow, Window
+from jax_memeff._call.values import HoldsArrays
 from jax_memeff.codegen.functions.program import Program
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ Lengths = tuple[jax.Array | None, jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Conditions:
+class Conditions(HoldsArrays):
     """The fields of a :class:`jax_memeff.Mask`. An element is valid if all conditions hold."""
 
     top_left: Window | None = dataclasses.field(default=None, metadata={"static": True})

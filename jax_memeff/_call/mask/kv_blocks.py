@@ -17,7 +17,7 @@ from jax_memeff._call import values
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class KvBlocks:
+class KvBlocks(values.HoldsArrays):
     """The lists as the user passes them."""
 
     indices: jax.Array

@@ -17,11 +17,12 @@ from jax_memeff._call.mask.kv_blocks import KvBlocks
 from jax_memeff._call.mask.pictures.picture import Picture
 from jax_memeff._call.mask.pictures.picture import of_mask as picture_of_mask
 from jax_memeff._call.mask.window import Alignment, Bound, TracedWindow, Window
-from jax_memeff._call.offsets import Offsets, Position
-from jax_memeff._call.offsets import checked as offsets_of_call
+from jax_memeff._call.offsets import Offsets, Position, checked
+from jax_memeff._call.values import methods_take_objects
 from jax_memeff._functions.trace import traced_mask_function
 
 
+@methods_take_objects
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mask(Conditions):
@@ -145,7 +146,7 @@ class Mask(Conditions):
 
         Args:
             array: bool, of rank at most 4, left-padded with dimensions of 1; every dimension is 1
-                or matches [B, N, T, S].
+                or matches [B, N, T, S]. Rank 3 raises an error in calls with B == N.
 
         Raises:
             TypeError: the array is not boolean.
@@ -300,9 +301,9 @@ class Mask(Conditions):
                [0, 2, 2, 2]], dtype=uint8)
         """
         scores = arguments.scores(query, key)
-        checked = checks.of_mask(self.without_block_masks(), scores)
-        place = offsets_of_call(offsets, *scores[:2])
-        return computed_blocks.with_blocks(checked, scores, place)
+        mask = checks.of_mask(self.without_block_masks(), scores)
+        place = checked(offsets, *scores[:2])
+        return computed_blocks.with_blocks(mask, scores, place)
 
     def picture(
         self,

@@ -60,7 +60,7 @@ class Window:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class TracedWindow:
+class TracedWindow(values.HoldsArrays):
     """A window whose bounds are data: int32[], or [B] after a ``jax.vmap``."""
 
     left: jax.Array | None
