@@ -93,11 +93,10 @@ def _alike(query: Any, key: Any, value: Any) -> None:
     query_heads, key_heads = query.shape[-2], key.shape[-2]
     if (query_heads != 0) if key_heads == 0 else (query_heads % key_heads != 0):
         rows, columns = query.shape[-3], key.shape[-3]
-        is_swapped = columns and rows % columns == 0
+        advice = f"; {values.SWAPPED}" if columns and rows % columns == 0 else ""
         raise ValueError(
             f"query must have a multiple of key's {key_heads} heads, got {query_heads} heads in "
-            f"shape {query.shape}{f'; {values.SWAPPED}' if is_swapped else ''}"
-            f"{values.of_one_device()}"
+            f"shape {query.shape}{advice}{values.of_one_device()}"
         )
 
 
@@ -109,6 +108,7 @@ def tokens(query: Any, key: Any, value: Any) -> None:
             raise ValueError(
                 f"{layout} must have rank 3, because the sequences follow one another, got shape "
                 f"{operand.shape}"
+                + ("; padded sequences need dot_product_attention" if operand.ndim == 4 else "")
             )
     _alike(query, key, value)
     _static(query, key, value, dims=2)
@@ -127,17 +127,22 @@ def qkv(value: Any) -> jax.Array:
     return value
 
 
+def require_no_mask_or_function(bias: Any) -> None:
+    """Raise ``TypeError`` for a bias that is another argument of the call."""
+    if isinstance(bias, Mask) or bias is Mask:
+        got, name = "a Mask", "mask"
+    elif callable(bias):
+        got, name = "a function", "score_mod"
+    else:
+        return
+    raise TypeError(f"bias must be an array to add to the scores, got {got}; pass it as {name}")
+
+
 def bias(value: Any, query_dtype: Any, scores: tuple[int, int, int, int]) -> jax.Array | None:
     """The bias, of rank 4, in query's dtype or in that of the scores."""
     if value is None:
         return None
-    if isinstance(value, Mask) or callable(value):
-        got, remedy = (
-            ("a Mask", "mask")
-            if isinstance(value, Mask) or value is Mask
-            else ("a function", "score_mod")
-        )
-        raise TypeError(f"bias must be an array to add to the scores, got {got}; pass {remedy}=")
+    require_no_mask_or_function(value)
     array = jnp.asarray(values.array("bias", value))
     if array.dtype.name not in FLOAT_DTYPES:
         advice = (

@@ -349,7 +349,10 @@ def state(
         if not export.is_symbolic_dim(size):
             values.size(name, size)
     if not isinstance(offsets, Offsets | None):
-        raise TypeError(f"offsets must be jax_memeff.Offsets or None, got {offsets!r:.80}")
+        raise TypeError(
+            f"offsets must be jax_memeff.Offsets or None, got {offsets!r:.80}; pass "
+            "jax_memeff.Offsets(batch=..., head=...)"
+        )
     return _state(dropout_key, batch, num_heads, offsets)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_memeff._api import argument_masks
+from jax_memeff._api import argument_arrays, argument_masks
 from jax_memeff._api import attention as api
 from jax_memeff._call import dropout, values
 from jax_memeff._call.functions import ScoreFunction
@@ -190,6 +190,7 @@ def attend(
     """
     batch_shape = batch_dims(query, key, value)
     if bias is not None:
+        argument_arrays.require_no_mask_or_function(bias)
         bias = _bias_dtype(jnp.asarray(values.array("bias", bias)), query)
         bias = _flatten_score_batch("bias", bias, batch_shape)
     if mask is not None:

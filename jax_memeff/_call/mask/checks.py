@@ -89,7 +89,7 @@ def lengths(name: str, value: Any, batch: int, longest: int | None, *, batched: 
     if array.shape != (batch,):
         raise ValueError(
             f"{name} must have shape [B] = [{batch}], got shape {tuple(array.shape)}"
-            f"{_as_lengths(name, array.shape, batch)}"
+            f"{_as_lengths(array.shape, batch)}"
         )
     if values.is_host(array) and longest is not None:
         wrong = np.flatnonzero((array < 0) | (array > longest))
@@ -101,13 +101,13 @@ def lengths(name: str, value: Any, batch: int, longest: int | None, *, batched: 
     return array
 
 
-def _as_lengths(name: str, shape: tuple[int, ...], batch: int) -> str:
+def _as_lengths(shape: tuple[int, ...], batch: int) -> str:
     """The end of a message about lengths of another shape: how to pass them."""
     if shape == ():
-        return f"; pass jnp.full({batch}, {name})"
+        return f"; pass jnp.full({batch}, length)"
     if shape == (batch + 1,):
-        return "; the starts of packed sequences are arguments of varlen_attention"
-    return f"; pass {name}.reshape({batch})" if math.prod(shape) == batch else ""
+        return "; starts of packed sequences are arguments of varlen_attention and paged_attention"
+    return f"; reshape it to [{batch}]" if math.prod(shape) == batch else ""
 
 
 def boolean(value: Any, scores: Scores) -> Any:

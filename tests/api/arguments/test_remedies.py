@@ -14,6 +14,7 @@ from flax import nnx
 from test_bad_input import B, H, N, S, T, attention, good, refuse
 
 import jax_memeff
+import jax_memeff.flax
 from jax_memeff import Mask, Offsets
 
 
@@ -114,12 +115,12 @@ CASES = {
     "bias_is_a_mask": (
         {"bias": Mask.causal()},
         TypeError,
-        "bias must be an array to add to the scores, got a Mask; pass mask=$",
+        "bias must be an array to add to the scores, got a Mask; pass it as mask$",
     ),
     "bias_is_a_function": (
         {"bias": lambda s, b, h, q, k: s},
         TypeError,
-        "bias must be an array to add to the scores, got a function; pass score_mod=$",
+        "bias must be an array to add to the scores, got a function; pass it as score_mod$",
     ),
     "seed_as_key": (
         {"dropout_key": 0, "dropout_rate": 0.5},
@@ -169,17 +170,17 @@ CASES = {
     "lengths_of_rank_2": (
         {"key_value_seq_lengths": np.ones((B, 1), int)},
         ValueError,
-        r"must have shape \[B\] = \[2\], got shape \(2, 1\); pass key_value_seq_lengths.reshape\(2",
+        r"must have shape \[B\] = \[2\], got shape \(2, 1\); reshape it to \[2\]$",
     ),
     "one_length": (
         {"query_seq_lengths": 3},
         ValueError,
-        r"got shape \(\); pass jnp.full\(2, query_seq_lengths\)$",
+        r"got shape \(\); pass jnp.full\(2, length\)$",
     ),
     "starts_as_lengths": (
         {"query_seq_lengths": np.array([0, 3, 5])},
         ValueError,
-        r"got shape \(3,\); the starts of packed sequences are arguments of varlen_attention$",
+        r"got shape \(3,\); starts of packed sequences are arguments of varlen_attention and",
     ),
     "array_of_another_library": (
         {"key": Foreign()},
@@ -205,6 +206,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_remedy(name):
     refuse(*CASES[name])
+
+
+def test_padded_tokens():
+    x, starts = zeros(B, T, N, H), np.array([0, T])
+    message = r"query \[total_q, N, H\] must have rank 3.*; padded sequences need dot_product_atten"
+    with pytest.raises(ValueError, match=message):
+        jax_memeff.varlen_attention(x, x, x, starts, starts, T, T)
 
 
 def test_traced_flags():
@@ -319,3 +327,9 @@ def test_offsets_of_a_ring(assert_close):
 
     with pytest.raises(ValueError, match=r"offsets.query: .*got an array of shape \(\); leave it"):
         call(Offsets(query=jnp.int32(0)))
+
+
+def test_a_mask_as_the_bias_of_flax():
+    x = zeros(B, T, N, H)
+    with pytest.raises(TypeError, match=r"bias must be an array .*, got a Mask; pass it as mask"):
+        jax_memeff.flax.attention_fn(x, x, x, bias=Mask.causal())  # type: ignore[arg-type]
