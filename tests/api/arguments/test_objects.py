@@ -333,6 +333,32 @@ def test_variables_in_functions():
     assert program(nnx.Param(slopes)) == program(slopes)
 
 
+class Slope(nnx.Module):
+    """A function with a parameter, which is a pytree."""
+
+    def __init__(self, slopes: jax.Array):
+        self.slopes = nnx.Param(slopes)
+
+    def __call__(self, score, b, h, q, k):
+        return score + self.slopes[...][h] * (k - q)
+
+
+def test_a_module_is_a_function_and_no_array():
+    def program(slopes: jax.Array, score_mod: Any) -> str:
+        def attention(slopes):
+            return jax_memeff.dot_product_attention(
+                TOKENS, TOKENS, TOKENS, score_mod=score_mod(slopes)
+            )
+
+        return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(attention)(slopes)))
+
+    def plain(slopes):
+        return lambda score, b, h, q, k: score + slopes[h] * (k - q)
+
+    slopes = normal(9, N)
+    assert program(slopes, Slope) == program(slopes, plain)
+
+
 HAVE_NO_ARRAYS = {
     *("CompileError", "OutOfPagesError", "UnsupportedError", "Picture", "PagePool", "dropout"),
     *("export_disabled_checks", "forward_mode", "register_targets", "Mask", "Offsets"),
