@@ -104,9 +104,10 @@ def patch_jax_nn() -> JaxNNPatch:
     - jax.nn still serves the calls that only it supports: a ``scale`` that is not one finite real
       number, a window that is traced or negative, dtypes that this library lacks, and
       arguments that a later jax may add.
+    - The residual is that of jax.nn: in query's dtype, without a gradient.
     - Everything else is as in :func:`jax_memeff.dot_product_attention`: a row that may attend to
-      nothing gives 0, forward mode needs :func:`jax_memeff.forward_mode`, and shardings that would
-      gather operands raise.
+      nothing gives 0, with -inf as residual, forward mode needs
+      :func:`jax_memeff.forward_mode`, and shardings that would gather operands raise.
 
     The logger ``jax_memeff`` reports each call site once, as a warning so that it is visible by
     default: whether this library took the call, or why it left it to jax.nn.
@@ -226,7 +227,11 @@ def _attention(
         return_residual=True,
     )
     out = out.reshape(*shape[:-1], out.shape[-1])
-    return (out, residual.reshape(shape[:-1])) if return_residual else out
+    if not return_residual:
+        return out
+    # Programs carry jax.nn's residual in loops, which need its dtype, and it has no gradient there.
+    residual = jax.lax.stop_gradient(residual).astype(query.dtype)
+    return out, residual.reshape(shape[:-1])
 
 
 def _rank_4(x: Any) -> Any:

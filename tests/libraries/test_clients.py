@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import normal
-from flax import nnx
+from flax import linen, nnx
 from test_jax_nn_parity import BIAS, CASES, MASK, operands
 
 import jax_memeff
@@ -117,6 +117,50 @@ def test_keras_layers(keras, name, arguments, said):
     assert not is_ours(step, variables, X)
 
 
+IMAGE = normal(1, 2, 3, 4, 32)
+HEADS = LAYERS["MultiHeadAttention"]
+GROUPS = LAYERS["GroupQueryAttention"]
+LISTED: dict[str, Any] = {
+    "narrow values": ("MultiHeadAttention", {**HEADS, "value_dim": 6}, X, {}, True),
+    "a window": ("GroupQueryAttention", {**GROUPS, "sliding_window": 3}, X, {}, True),
+    "bfloat16": ("MultiHeadAttention", {**HEADS, "dtype": "mixed_bfloat16"}, X, {}, True),
+    "dropout": ("MultiHeadAttention", {**HEADS, "dropout": 0.1}, X, {"training": False}, False),
+    "dropout of groups": ("GroupQueryAttention", {**GROUPS, "dropout": 0.1}, X, {}, False),
+    "scores": ("MultiHeadAttention", HEADS, X, {"return_attention_scores": True}, False),
+    "scores of groups": (
+        "GroupQueryAttention",
+        GROUPS,
+        X,
+        {"return_attention_scores": True},
+        False,
+    ),
+    "several axes": ("MultiHeadAttention", {**HEADS, "attention_axes": (1, 2)}, IMAGE, {}, False),
+    "rows of an image": ("MultiHeadAttention", {**HEADS, "attention_axes": (2,)}, IMAGE, {}, False),
+    "Attention": ("Attention", {}, X, {}, False),
+    "AdditiveAttention": ("AdditiveAttention", {}, X, {}, False),
+}
+"""The list of the README: layers of Keras, and whether the patch reaches them."""
+
+
+@pytest.mark.parametrize("case", LISTED)
+def test_which_layers_of_keras_the_patch_reaches(keras, case):
+    name, settings, inputs, arguments, reached = LISTED[case]
+    layer = getattr(keras.layers, name)(**settings)
+    takes_list = isinstance(layer, keras.layers.Attention)
+    layer.build(*[[inputs.shape] * 2] if takes_list else [inputs.shape] * 2)
+    variables = [
+        [variable.value for variable in group]
+        for group in (layer.trainable_variables, layer.non_trainable_variables)
+    ]
+
+    def call(variables, x):
+        operands = [[x, x]] if takes_list else [x, x]
+        return layer.stateless_call(*variables, *operands, **arguments)[0]
+
+    with patch_jax_nn():
+        assert is_ours(call, variables, inputs) == reached
+
+
 def test_keras_flash_attention_names_cudnn(keras, monkeypatch, said, assert_close):
     """Without the patch keras swallows the error of jax.nn and falls back."""
     backend = importlib.import_module("keras.src.backend.jax.nn")
@@ -158,6 +202,25 @@ def test_nnx_without_an_attention_fn(said, assert_close):
     assert "flax.nnx.nn.attention" in line
 
 
+@pytest.mark.parametrize(
+    "settings, arguments",
+    [({"dropout_rate": 0.1, "deterministic": True}, {}), ({}, {"sow_weights": True})],
+    ids=["dropout", "weights"],
+)
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_what_of_nnx_the_patch_does_not_reach(settings, arguments, said):
+    layer = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), **settings)
+    with patch_jax_nn():
+        layer(X, **arguments)
+    assert said() == []
+
+
+def test_the_patch_does_not_reach_linen():
+    layer = linen.MultiHeadAttention(4)
+    with patch_jax_nn():
+        assert not is_ours(lambda x: layer.init_with_output(jax.random.key(0), x), X)
+
+
 # ----------------------------------------------------------------- the arguments of jax.nn
 
 
@@ -183,6 +246,31 @@ def test_every_argument_of_jax_nn(name, implementation, said, assert_close):
     )
     assert_close(got, want)
     assert ["runs on jax_memeff" in line for line in said()] == [True]
+
+
+def carried(query, key, value):
+    """A loop that carries both results of a call, and the gradient of the residual alone."""
+
+    def step(carry, _):
+        return patched(carry[0], key, value, return_residual=True), None
+
+    def residual(query):
+        return patched(query, key, value, return_residual=True)[1].astype(jnp.float32).sum()
+
+    start = query, jnp.zeros(query.shape[:-1], query.dtype)
+    return jax.lax.scan(step, start, length=2)[0], jax.grad(residual)(query)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_residual_is_that_of_jax_nn(dtype, assert_close):
+    """It has the dtype of the query and no gradient, so a loop may carry it."""
+    arrays = operands(jnp.dtype(dtype))
+    want, no_gradient = jax.jit(carried)(*arrays)
+    with patch_jax_nn():
+        got, gradient = jax.jit(carried)(*arrays)
+    assert jax.tree.map(jnp.result_type, got) == jax.tree.map(jnp.result_type, want)
+    assert_close(got, want, tolerance=1e-5 if dtype == "float32" else 0.02)
+    assert not gradient.any() and not no_gradient.any()
 
 
 QUERY, KEY, VALUE = operands()
