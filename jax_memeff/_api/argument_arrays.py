@@ -95,8 +95,8 @@ def _alike(query: Any, key: Any, value: Any) -> None:
         rows, columns = query.shape[-3], key.shape[-3]
         advice = f"; {values.SWAPPED}" if columns and rows % columns == 0 else ""
         raise ValueError(
-            f"query must have a multiple of key's {key_heads} heads, got {query_heads} heads in "
-            f"shape {query.shape}{advice}{values.of_one_device()}"
+            f"query's number of heads must be a multiple of key's, {key_heads}, got {query_heads} "
+            f"in shape {query.shape}{advice}{values.of_one_device()}"
         )
 
 

@@ -122,8 +122,10 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
         self._refuse(sow_weights)
         if inputs_kv is not None:
             inputs_k = _deprecated(inputs_kv, inputs_k, inputs_v)
-        if inputs_k is None and inputs_v is not None:
-            raise ValueError("inputs_k must be given if inputs_v is, got None")
+        elif inputs_v is not None:
+            if inputs_k is None:
+                raise ValueError("inputs_k must be given if inputs_v is, got None")
+            _warn_if_a_mask(inputs_v)
         inputs_k = inputs_q if inputs_k is None else inputs_k
         inputs_v = inputs_k if inputs_v is None else inputs_v
         query, key, value = self._project(inputs_q, inputs_k, inputs_v)
@@ -289,6 +291,19 @@ def _deprecated(
         stacklevel=4,
     )
     return inputs_kv
+
+
+def _warn_if_a_mask(inputs_v: jax.Array) -> None:
+    """Programs for Flax before 0.7.4 pass the mask as the third positional argument."""
+    shape = jnp.shape(inputs_v)
+    if len(shape) >= 2 and shape[-1] == shape[-2]:
+        warnings.warn(
+            f"inputs_v has the shape of a mask, {shape}: if it is one, pass it as mask=. Since Flax"
+            " 0.7.4 the function signature of MultiHeadDotProductAttention's `__call__` method has"
+            " changed: its third positional argument is inputs_v",
+            DeprecationWarning,
+            stacklevel=3,
+        )
 
 
 class MultiHeadDotProductAttention(MultiHeadAttention):

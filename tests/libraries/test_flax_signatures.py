@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import errors, linen, nnx
 
 import jax_memeff
 import jax_memeff.flax
@@ -158,6 +158,23 @@ def test_inputs_kv_of_linen():
     assert_close(got, layer.apply(variables, X, memory))
     with pytest.raises(ValueError, match="inputs_kv must be None if inputs_k or inputs_v"):
         layer.apply(variables, X, memory, inputs_kv=memory)
+
+
+@pytest.mark.parametrize("name", ["MultiHeadAttention", "MultiHeadDotProductAttention"])
+def test_a_positional_mask_of_linen(name):
+    """Flax warns about values of a mask's shape, which programs for Flax before 0.7.4 pass."""
+    mask = linen.make_causal_mask(jnp.ones((BATCH, ROWS)))
+    for api in (OURS.linen, linen):
+        layer = getattr(api, name)(HEADS)
+        variables = jax.eval_shape(layer.init, jax.random.key(0), X)
+        text = "the function signature of MultiHeadDotProductAttention's `__call__` method"
+        with (
+            pytest.warns(DeprecationWarning, match=text),
+            pytest.raises(errors.ScopeParamShapeError),
+        ):
+            jax.eval_shape(layer.apply, variables, X, X, mask)
+        # Named values of another shape give no warning.
+        jax.eval_shape(layer.apply, variables, X, X, X, mask=mask)
 
 
 # --------------------------------------------------------------------------------- the message

@@ -40,7 +40,11 @@ CASES = {
         r"query must have shape \[tokens, N, H\], because query_starts is given",
     ),
     "head_dim": ({"query": zeros(B, T, N, 9)}, ValueError, "query must have the head dim of key_"),
-    "heads": ({"query": zeros(B, T, 3, H)}, ValueError, "query must have a multiple of key_pages'"),
+    "heads": (
+        {"query": zeros(B, T, 3, H)},
+        ValueError,
+        "must be a multiple of key_pages', 2, got 3",
+    ),
     "pool_rank": (
         {"key_pages": zeros(80, K, H)},
         ValueError,

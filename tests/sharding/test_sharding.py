@@ -321,7 +321,10 @@ def test_errors_name_the_axis_and_the_remedy(axis_type, specs, message):
     [
         ((P("data"), P(), P()), "key must have the batch size of query, 1, got 4 in shape"),
         ((P("data"), P("data"), P()), "value must have the batch size of query, 1, got 4 in"),
-        ((P(None, None, "data"), P(), P()), "query must have a multiple of key's 2 heads, got 1"),
+        (
+            (P(None, None, "data"), P(), P()),
+            "query's number of heads must be a multiple of key's, 2, got 1",
+        ),
         ((P(), P(), P(None, None, "tensor")), "value must have the number of heads of key, 2"),
         ((P(), P(None, "data"), P()), "value must have the sequence length of key, 4, got 16"),
     ],

@@ -284,7 +284,7 @@ def query(value: Any, key_pages: jax.Array) -> jax.Array:
     heads, key_heads = array.shape[-2], key_pages.shape[2]
     if (heads != 0) if key_heads == 0 else (heads % key_heads != 0):
         raise ValueError(
-            f"query must have a multiple of key_pages' {key_heads} heads, got {heads} heads in "
-            f"shape {array.shape}"
+            f"query's number of heads must be a multiple of key_pages', {key_heads}, got {heads} "
+            f"in shape {array.shape}"
         )
     return array

@@ -70,12 +70,12 @@ CASES = {
     "heads": (
         {"key": zeros(B, S, 3, H), "value": zeros(B, S, 3, H)},
         ValueError,
-        "query must have a multiple of key's 3 heads, got 4 heads",
+        "query's number of heads must be a multiple of key's, 3, got 4",
     ),
     "no_key_heads": (
         {"key": zeros(B, S, 0, H), "value": zeros(B, S, 0, H)},
         ValueError,
-        "query must have a multiple of key's 0 heads, got 4 heads",
+        "query's number of heads must be a multiple of key's, 0, got 4",
     ),
     "integer_query": (
         {"query": zeros(B, T, N, H, dtype=jnp.int32)},
