@@ -1,4 +1,4 @@
-"""The functions that MaxText and Levanter call, with their arguments, against dense attention."""
+"""What MaxText and Levanter call, with every argument, against dense attention."""
 
 import warnings
 from types import SimpleNamespace
@@ -35,62 +35,135 @@ def dense(valid, *, scale=1.0, soft_cap=None, sinks=None, bias: Any = 0.0):
         return out, np.log(total)[..., 0]
 
 
-def attention_op(**settings):
+def attention_op(kind="global", **settings):
     """The attributes of MaxText's ``AttentionOp`` that the method reads."""
     defaults = {
-        "attention_type": SimpleNamespace(value="global"),
+        "attention_type": SimpleNamespace(value=kind),
         "attn_logits_soft_cap": None,
+        "causal_block_size": None,
         "chunk_attn_window_size": None,
+        "config": SimpleNamespace(moba=False),
         "dropout_rate": 0.0,
         "rngs": None,
         "sliding_window_size": None,
+        "_load_balanced_context_parallel": lambda: False,
     }
     return SimpleNamespace(**defaults | settings)
 
 
+def maxtext(op, *arrays, mode="train", **arguments):
+    """The output and the logsumexp of a call as ``AttentionOp`` makes it."""
+    method = adapter("maxtext.md").memory_efficient_attention
+    einsums: dict[str, Any] = dict.fromkeys(("qk_product_einsum", "wv_product_einsum"), jnp.einsum)
+    out, largest, total = method(op, *arrays, mode, **arguments, **einsums)
+    assert largest.shape == total.shape == (*out.shape[:-1], 1)
+    return out / total, (largest + jnp.log(total))[..., 0].transpose(0, 2, 1)
+
+
 SAME = IDS[:, None, :, None] == IDS[:, None, None, :]
-MAXTEXT = {
-    "global": ({}, (DISTANCE >= 0) & SAME),
-    "mla": ({}, (DISTANCE >= 0) & SAME),
-    "local_sliding": ({"sliding_window_size": 4}, (DISTANCE >= 0) & (DISTANCE < 4) & SAME),
+AT = np.arange(T)
+MAXTEXT: dict[str, tuple[dict[str, Any], np.ndarray]] = {
+    "global": ({}, DISTANCE >= 0),
+    "mla": ({}, DISTANCE >= 0),
+    "local_sliding": ({"sliding_window_size": 4}, (DISTANCE >= 0) & (DISTANCE < 4)),
     "chunk": (
         {"chunk_attn_window_size": 5},
-        (DISTANCE >= 0) & (np.arange(T)[:, None] // 5 == np.arange(T) // 5) & SAME,
+        (DISTANCE >= 0) & (AT[:, None] // 5 == AT // 5),
     ),
-    "full": ({}, SAME),
+    "full": ({}, DISTANCE < T),
+    "block_diffusion": ({"causal_block_size": 4}, AT[:, None] // 4 >= AT // 4),
 }
 
 
 @pytest.mark.parametrize("kind", MAXTEXT)
 def test_maxtext_training(kind, assert_close):
     settings, valid = MAXTEXT[kind]
-    op = attention_op(
-        attention_type=SimpleNamespace(value=kind), attn_logits_soft_cap=5.0, **settings
+    op = attention_op(kind, attn_logits_soft_cap=5.0, **settings)
+    got = jax.jit(lambda *arrays: maxtext(op, *arrays))(QUERY, KEY, VALUE, IDS)
+    assert_close(got, dense(valid & SAME, soft_cap=5.0))
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int32])
+def test_maxtext_images_sinks_and_recorded_scores(dtype, assert_close):
+    """Tokens of one image attend to each other, across documents, too, as in MaxText."""
+    images = np.array([[0, 1, 1, 1, 0, 0, 2, 2, 0, 0, 3, 0], [1, 1, 0, 2, 2, 2, 2, 0, 0, 0, 0, 3]])
+    same = (images[:, :, None] == images[:, None]) & (images[:, None] > 0)
+    sinks = np.linspace(-1, 2, K * G, dtype=np.float32)
+    op = attention_op()
+    got = maxtext(
+        op,
+        *(QUERY, KEY, VALUE, IDS),
+        bidirectional_mask=(images > 0).astype(dtype),
+        sinks=sinks,
+        record_max_logits=True,
     )
-    method = adapter("maxtext.md").memory_efficient_attention
-    out, lse = jax.jit(lambda *arrays: method(op, *arrays, "train"))(QUERY, KEY, VALUE, IDS)
-    assert_close((out, lse), dense(valid, soft_cap=5.0))
+    valid = (DISTANCE >= 0) & SAME | same[:, None]
+    assert_close(got, dense(valid, sinks=sinks))
+    scores = np.einsum("btnh,bsnh->bnts", QUERY, np.repeat(KEY, G, 2))
+    largest = np.where(valid, scores, -np.inf).max((2, 3))
+    assert_close(op.max_logits.get_value(), largest)
 
 
-@pytest.mark.parametrize("kind", ["compressed", "block_diffusion"])
-def test_maxtext_types_with_another_mask_are_refused(kind):
-    op = attention_op(attention_type=SimpleNamespace(value=kind))
-    method = adapter("maxtext.md").memory_efficient_attention
-    with pytest.raises(NotImplementedError, match=f"known attention type, got '{kind}'"):
-        method(op, QUERY, KEY, VALUE, IDS)
+@pytest.mark.parametrize("kind", ["global", "local_sliding", "chunk", "block_diffusion"])
+def test_maxtext_prefill_in_chunks(kind, assert_close):
+    settings, valid = MAXTEXT[kind]
+    chunk = (QUERY[:, 7:], KEY, VALUE, IDS)
+    out, lse = maxtext(
+        attention_op(kind, **settings), *chunk, mode="prefill", previous_chunk=KEY[:, :7]
+    )
+    expected, statistics = dense(valid & SAME)
+    assert_close((out, lse), (expected[:, 7:], statistics[..., 7:]))
+
+
+def test_maxtext_ids_of_the_keys_and_a_sparse_indexer(assert_close):
+    key_ids, kept = np.roll(IDS, 1, 1), DISTANCE % 3 != 2
+    indexer = np.where(kept, 0, np.finfo(np.float32).min).astype(np.float32)[None].repeat(B, 0)
+    got = maxtext(
+        attention_op("full"),
+        *(QUERY, KEY, VALUE, IDS),
+        decoder_segment_ids_kv=key_ids,
+        indexer_mask=indexer,
+    )
+    assert_close(got, dense(kept & (IDS[:, None, :, None] == key_ids[:, None, None])))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "compressed": ({"kind": "compressed"}, {}, "known attention type, got 'compressed'"),
+    "compressed mask": ({}, {"compressed_mask": KEY}, "compressed_mask"),
+    "moba": ({"config": SimpleNamespace(moba=True)}, {}, "moba"),
+    "context parallelism": (
+        {"_load_balanced_context_parallel": lambda: True},
+        {"segment_positions": AT},
+        "segment_positions of load-balanced context parallelism",
+    ),
+    "image in a chunk": ({}, {"bidirectional_mask": np.ones((B, 5), int)}, "bidirectional_mask in"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_maxtext_has_and_the_adapter_has_not_is_refused(case):
+    settings, arguments, message = REFUSED[case]
+    with pytest.raises(NotImplementedError, match=message):
+        maxtext(attention_op(**settings), QUERY, KEY, VALUE, IDS, **arguments)
 
 
 def test_maxtext_without_documents(assert_close):
-    method = adapter("maxtext.md").memory_efficient_attention
-    assert_close(method(attention_op(), QUERY, KEY, VALUE, None), dense(DISTANCE >= 0))
+    positions = np.broadcast_to(AT, (B, T))  # plain positions change nothing
+    got = maxtext(attention_op(), QUERY, KEY, VALUE, None, segment_positions=positions)
+    assert_close(got, dense(DISTANCE >= 0))
 
 
-def test_maxtext_decoding(assert_close):
-    """Ids of 1 mark the used slots of the cache; an empty cache contributes nothing."""
-    method = adapter("maxtext.md").memory_efficient_attention
-    used = np.array([[1] * 3 + [0] * 9, [0] * 12], np.int32)
-    out, lse = method(attention_op(), QUERY[:, :1], KEY, VALUE, used, "autoregressive")
-    expected, statistics = dense(np.arange(T) < 3)
+@pytest.mark.parametrize("kind", MAXTEXT)
+def test_maxtext_decoding(kind, assert_close):
+    """Ids of 1 mark the used slots; the row is at the last slot; an empty cache gives nothing."""
+    settings, valid = MAXTEXT[kind]
+    decoded = {"local_sliding", "chunk"}
+    used = np.array([[1] * 11 + [0], [0] * 12], np.int32)
+    out, lse = maxtext(
+        attention_op(kind, **settings), QUERY[:, :1], KEY, VALUE, used, mode="autoregressive"
+    )
+    seen = (AT < 11) & (valid[-1:] if kind in decoded else True)
+    expected, statistics = dense(seen)
     assert_close(out[0], expected[0, :1])
     assert_close(lse[0], statistics[0, :, :1])
     assert np.isneginf(lse[1]).all() and not out[1].any()
@@ -101,9 +174,21 @@ def test_maxtext_dropout_draws_a_key():
     op = attention_op(
         dropout_rate=0.5, rngs=SimpleNamespace(dropout=lambda: drawn.append(1) or jax.random.key(0))
     )
-    method = adapter("maxtext.md").memory_efficient_attention
-    dropped, kept = (method(op, QUERY, KEY, VALUE, IDS, mode)[0] for mode in ("train", "prefill"))
+    dropped, kept = (
+        maxtext(op, QUERY, KEY, VALUE, IDS, mode=mode)[0] for mode in ("train", "prefill")
+    )
     assert len(drawn) == 1 and not np.allclose(dropped, kept)
+
+
+def test_maxtext_quantized_caches_are_read_as_numbers(assert_close):
+    class Quantized:
+        """A ``KVTensor`` of MaxText: whole numbers and their scale."""
+
+        def dequant(self):
+            return VALUE
+
+    got = maxtext(attention_op(), QUERY, KEY, Quantized(), IDS)
+    assert_close(got, dense((DISTANCE >= 0) & SAME))
 
 
 @pytest.fixture
