@@ -270,6 +270,13 @@ def test_levanter(haliax, assert_close):
     want, _ = dense(DISTANCE + offsets[:, None, None, None] >= 0, scale=scale)
     assert_close(run(mask), want)
 
+    for unknown in ({"alibi": 1}, {"alibi": 1, "prefix_length": 3}):
+        with pytest.raises(NotImplementedError, match=r"known fields, got \['alibi'\]"):
+            run(levanter_mask(**unknown))
+    numbers = named((DISTANCE >= 0).astype(np.float32) * 0.5, position, key_position)
+    for mask in (numbers, levanter_mask(explicit_mask=numbers)):
+        assert_close(run(mask), dense(DISTANCE >= 0, scale=scale)[0])
+
     bias = normal(5, K, T, T)
     got = run(
         named(DISTANCE >= 0, position, key_position),
