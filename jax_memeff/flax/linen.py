@@ -105,8 +105,9 @@ class MultiHeadAttention(linen.MultiHeadDotProductAttention):
           pages: append the new tokens to the paged cache, in the collection ``cache``, and attend
             causally to all tokens of their sequences. Inputs are ``[B, T, features]``, or
             ``[tokens, features]`` with ``query_starts``. Windows and functions in ``mask``, and
-            ``score_mod``, use positions in the sequence. ``init`` with ``pages`` creates an empty
-            cache; so does a call whose ``cache`` is mutable and has none, before it appends.
+            ``score_mod``, use positions in the sequence. ``is_causal`` changes nothing, and the
+            field ``precision`` affects the projections only. ``init`` with ``pages`` creates an
+            empty cache; so does a call whose ``cache`` is mutable and has none, before it appends.
 
         Returns:
           ``[batch..., T, out_features]``.

@@ -177,7 +177,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           pages: append the new tokens to the pages that ``init_pages`` created, and attend causally
             to all tokens of their sequences. Inputs are ``[B, T, in_features]``, or
             ``[tokens, in_features]`` with ``query_starts``. Windows and functions in ``mask``, and
-            ``score_mod``, use positions in the sequence.
+            ``score_mod``, use positions in the sequence. ``is_causal`` changes nothing, and the
+            layer's ``precision`` affects the projections only.
 
         Returns:
           ``[batch..., T, out_features]``.

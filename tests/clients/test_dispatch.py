@@ -287,4 +287,6 @@ def test_levanter(haliax, assert_close):
     prng = jax.random.key(0)
     assert not np.allclose(run(dropout=0.5, inference=False, prng=prng), run())
     assert_close(run(dropout=0.5, prng=prng), run())
+    with pytest.raises(ValueError, match="dropout needs prng, got None"):
+        run(dropout=0.5, inference=False)
     assert run().dtype == jnp.float32
