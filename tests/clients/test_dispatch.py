@@ -191,6 +191,32 @@ def test_maxtext_quantized_caches_are_read_as_numbers(assert_close):
     assert_close(got, dense((DISTANCE >= 0) & SAME))
 
 
+@pytest.mark.parametrize("kind", MAXTEXT)
+def test_every_maxtext_call_has_a_kernel(kind, monkeypatch, fake_compiler):
+    """Training with images and sinks, a chunk of a prefill, and a step of decoding."""
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_90a")
+    query, key, value = (jnp.zeros((B, 256, heads, 64), jnp.bfloat16) for heads in (K * G, K, K))
+    ids = jnp.ones((B, 256), jnp.int32)
+    op = attention_op(kind, **MAXTEXT[kind][0], attn_logits_soft_cap=5.0)
+
+    def train(query, key, value):
+        settings = {"bidirectional_mask": ids, "sinks": jnp.zeros(K * G)}
+        return maxtext(op, query, key, value, ids, **settings)[0].astype(jnp.float32).sum()
+
+    def chunk(query, key, value):
+        return maxtext(
+            op, query[:, 200:], key, value, ids, mode="prefill", previous_chunk=key[:, :200]
+        )
+
+    def step(query, key, value):
+        return maxtext(op, query[:, :1], key, value, ids, mode="autoregressive")
+
+    for call, kernels in ((jax.grad(train, (0, 1, 2)), 2), (chunk, 1), (step, 1)):
+        traced = jax.jit(call).trace(query, key, value)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @jax_memeff_") >= kernels
+
+
 @pytest.fixture
 def haliax():
     """The named arrays of Levanter, which use names that Equinox deprecates."""
