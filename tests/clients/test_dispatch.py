@@ -42,7 +42,7 @@ def attention_op(kind="global", **settings):
         "attn_logits_soft_cap": None,
         "causal_block_size": None,
         "chunk_attn_window_size": None,
-        "config": SimpleNamespace(moba=False),
+        "config": SimpleNamespace(moba=False, enable_dropout=True),
         "dropout_rate": 0.0,
         "rngs": None,
         "sliding_window_size": None,
@@ -169,7 +169,7 @@ def test_maxtext_decoding(kind, assert_close):
     assert np.isneginf(lse[1]).all() and not out[1].any()
 
 
-def test_maxtext_dropout_draws_a_key():
+def test_maxtext_dropout_draws_a_key(assert_close):
     drawn = []
     op = attention_op(
         dropout_rate=0.5, rngs=SimpleNamespace(dropout=lambda: drawn.append(1) or jax.random.key(0))
@@ -178,6 +178,8 @@ def test_maxtext_dropout_draws_a_key():
         maxtext(op, QUERY, KEY, VALUE, IDS, mode=mode)[0] for mode in ("train", "prefill")
     )
     assert len(drawn) == 1 and not np.allclose(dropped, kept)
+    op.config.enable_dropout = False
+    assert_close(maxtext(op, QUERY, KEY, VALUE, IDS)[0], kept)
 
 
 def test_maxtext_quantized_caches_are_read_as_numbers(assert_close):
