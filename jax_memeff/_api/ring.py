@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from jax_memeff import _compat as compat
 from jax_memeff._api import argument_arrays, argument_masks
 from jax_memeff._api import argument_numbers as numbers
 from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
 from jax_memeff._api.canonical import common, results
 from jax_memeff._blockwise.functions import is_masked
-from jax_memeff._call import compat, functions, max_logits, sinks
+from jax_memeff._call import functions, max_logits, sinks
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import MOST_POSITION, Offsets

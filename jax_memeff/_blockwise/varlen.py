@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from jax_memeff._blockwise import forward as blockwise
-from jax_memeff._call.compat import InconclusiveDimensionOperation
 from jax_memeff._call.divisors import gradient_shape, without_divisors
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.operands.gradients import (
@@ -31,6 +30,7 @@ from jax_memeff._call.operands.table import Item, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import Sequences, token_indices
 from jax_memeff._call.values import score_dtype
+from jax_memeff._compat import InconclusiveDimensionOperation
 
 
 def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[jax.Array, ...]:

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from jax_memeff import _compat as compat
 from jax_memeff._functions import array_rules, indexing, lines, outside, scalar_rules
 from jax_memeff._functions.graph import Graph, are_linear
 from jax_memeff._functions.views import (
@@ -35,10 +36,6 @@ from jax_memeff._functions.views import (
 )
 
 _IDENTITIES = frozenset({"copy_p", "name", "optimization_barrier", "pcast", "pvary", "reshard"})
-_CALLS = frozenset(
-    {"checkpoint", "closed_call", "composite", "core_call", "jit", "pjit", "remat", "remat2"}
-)
-_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "stop_gradient"})
 _READS_IN_RULE = (
     "a function with a derivative rule of its own (custom_jvp, custom_vjp) reads an array that it "
     "closes over, so the array would get no gradient; read the element outside and pass it to the "
@@ -140,15 +137,15 @@ class Interpreter:
         if name in _IDENTITIES and not _is_outside(inputs[0]):
             return inputs
         if all(isinstance(x, np.ndarray) for x in inputs):
-            if name in _CALLS or name in _CUSTOM:
+            if compat.is_call(equation):
                 return self._inlined(equation, inputs)
             if inputs or name == "iota":  # axis_index has no inputs either
                 return outside.numbers(self._nested[-1][0], equation, inputs)
         if not any(isinstance(x, (View, Scalars)) for x in inputs):
             return outside.evaluated(self._nested[-1][0], equation, inputs)
-        if name in _CUSTOM and self._custom_rules:
+        if self._custom_rules and compat.may_have_rule(equation):
             return self._custom_call(equation, inputs)
-        if name in _CUSTOM or name in _CALLS:
+        if compat.is_call(equation):
             return self._inlined(equation, inputs)
         if name == "cond":
             return self._branches(equation, inputs)
@@ -204,16 +201,12 @@ class Interpreter:
     def _inlined(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
         if equation.primitive.name == "stop_gradient":
             return inputs
-        inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if isinstance(inner, ClosedJaxpr):
-            return self._run(inner.jaxpr, inner.consts, inputs)
-        return self._run(inner, (), inputs)
+        return self.run(compat.body_of_call(equation), inputs)
 
     def _unrolled(self, equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
         """A scan with few steps, unrolled."""
         body, length = equation.params["jaxpr"], equation.params["length"]
-        consts = equation.params["num_consts"]
-        carried = equation.params["num_carry"]
+        consts, carried = compat.constants_and_carry(equation)
         carry, sequences = inputs[consts : consts + carried], inputs[consts + carried :]
         collected: list[list[Scalars]] = [[] for _ in equation.outvars[carried:]]
         steps = range(length)
@@ -254,7 +247,7 @@ class Interpreter:
             raise NotScalarError(_READS_IN_RULE)
         number = len(self.calls)
         call = CustomCall(outside.alone(self._nested[-1][0], equation), tuple(small))
-        if equation.primitive.name == "custom_vjp_call" and not _is_backward_linear(call, plain):
+        if compat.writes_backward(equation) and not _is_backward_linear(call, plain):
             raise NotScalarError(_NOT_LINEAR)
         self.calls.append(call)
         used = [int(e) for x in small if isinstance(x, Scalars) for e in x.elements.flat]
@@ -330,10 +323,13 @@ class Interpreter:
         return Scalars(elements, x.dtype)
 
 
+def _is_float(x: Any) -> bool:
+    return jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+
+
 def _is_backward_linear(call: CustomCall, results: Sequence[Scalars]) -> bool:
     """Whether the gradients of a call with these results are linear in their cotangents."""
-    is_float = [jax.numpy.issubdtype(x.dtype, jax.numpy.floating) for x in call.inputs]
-    kept = [jax.numpy.issubdtype(x.dtype, jax.numpy.floating) for x in results]
+    is_float, kept = [_is_float(x) for x in call.inputs], [_is_float(x) for x in results]
 
     def gradients(cotangents: list[Any], inputs: list[Any]) -> list[Any]:
         def function(*floats: Any) -> list[Any]:

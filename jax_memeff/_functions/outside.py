@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from jax_memeff import _compat as compat
 from jax_memeff._functions.array_rules import MOVES
 from jax_memeff._functions.graph import fold
 from jax_memeff._functions.operations import converted_numbers
@@ -79,7 +80,7 @@ def numbers(jaxpr: Jaxpr, equation: JaxprEqn, inputs: list[np.ndarray]) -> list[
         result = fold(name, inputs)
     if result is not None:
         return [np.asarray(x) for x in (result if isinstance(result, list) else [result])]
-    with jax.ensure_compile_time_eval():
+    with compat.without_tracing():
         found = alone(jaxpr, equation)(*inputs)
     small = all(aval.size <= _MOST_NUMBERS for aval in avals)
     keys = any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in found)

@@ -27,10 +27,11 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jax_memeff import _compat as compat
 from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise import varlen as blockwise_varlen
-from jax_memeff._call import compat, divisors, sinks
+from jax_memeff._call import divisors, sinks
 from jax_memeff._call.operands.arrays import AnyOperands, QkvPackedOperands
 from jax_memeff._call.operands.gradients import (
     AnyGradients,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_memeff._call import compat
+from jax_memeff import _compat as compat
 from jax_memeff._call.operands.arrays import AnyOperands, pages_of
 from jax_memeff._call.operands.gradients import NeedsGrad, array_of, differentiable, needs_grad_of
 from jax_memeff._call.options import Options

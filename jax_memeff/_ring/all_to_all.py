@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff._call import compat
+from jax_memeff import _compat as compat
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.operands.table import Item, mapped
 from jax_memeff._op import vjp

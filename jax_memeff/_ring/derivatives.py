@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jax_memeff._call import compat
+from jax_memeff import _compat as compat
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.operands.gradients import Gradients, NeedsGrad
 from jax_memeff._op.derivatives import named

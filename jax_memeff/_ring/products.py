@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_memeff import _compat as compat
 from jax_memeff._blockwise.tiles import read_block, when
-from jax_memeff._call import compat
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.offsets import Position

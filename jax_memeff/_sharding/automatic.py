@@ -36,7 +36,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_memeff._call import compat
+from jax_memeff import _compat as compat
 from jax_memeff._call.divisors import changed, gradient_shape
 from jax_memeff._call.operands.arrays import QkvPackedOperands, batch_of
 from jax_memeff._call.operands.gradients import gradients_needed, gradients_of

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from jax_memeff._call import compat
+from jax_memeff import _compat as compat
 from jax_memeff._call.operands.arrays import AnyOperands
 from jax_memeff._call.operands.table import items
 from jax_memeff._call.options import Options

@@ -178,6 +178,26 @@ def test_inside_shard_map_with_the_index_of_the_device():
     np.testing.assert_allclose(local(table), 2 * table + np.array([0, 0, 11, 11]))
 
 
+@pytest.mark.parametrize("run", [jax.jit, lambda function: function], ids=["jit", "eager"])
+def test_a_search_inside_shard_map(run):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("x")
+    ends = np.array([[2, 3, 5, 8], [0, 1, 6, 7]], np.int32)
+
+    @jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec)
+    def local(part):
+        program, arrays = traced_mask_function(
+            lambda b, h, q, k: jnp.searchsorted(part[0], q, side="right") == k
+        )
+        rows, columns = np.arange(9)[:, None], np.arange(5)
+        return jax.jit(lambda *arrays: evaluate(program, None, 0, 0, rows, columns, arrays))(
+            *arrays
+        )
+
+    want = [np.searchsorted(part, np.arange(9), side="right") for part in ends]
+    np.testing.assert_array_equal(run(local)(ends).argmax(1), np.concatenate(want))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_arrays_and_arithmetic_are_float32(dtype):
     table = normal(1, 5).astype(dtype)

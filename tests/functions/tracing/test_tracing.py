@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import re
@@ -308,6 +309,15 @@ def test_every_operation_of_device_code_is_one_of_lax(name):
         assert result.shape == ()
 
 
+def cube_root(x):
+    """Newton's method."""
+
+    def solve(function, guess):
+        return jax.lax.fori_loop(0, 12, lambda _, y: y - (y**3 - x) / (3 * y**2), guess)
+
+    return jax.lax.custom_root(lambda y: y**3 - x, x, solve, lambda slope, y: y / slope(1.0))
+
+
 def scanned(s, b, h, q, k):
     def step(total, x):
         return total * x + s, total
@@ -318,6 +328,7 @@ def scanned(s, b, h, q, k):
 
 JNP_FUNCTIONS = {
     "norm": lambda s, b, h, q, k: s - jnp.linalg.norm(TABLE[:3, q] - TABLE[1:, k] + 1),
+    "nonzero": lambda s, b, h, q, k: s * jnp.nonzero(jnp.array([0, 3, 0, 4]), size=2)[0][k % 2],
     "select": lambda s, b, h, q, k: jnp.select([q < k, q == k], [s, 2 * s], 3 * s),
     "searchsorted": lambda s, b, h, q, k: (
         s * jnp.searchsorted(jnp.array([2, 5]), q, method="compare_all")
@@ -326,6 +337,11 @@ JNP_FUNCTIONS = {
         jnp.searchsorted(ENDS, q, side="right") == jnp.searchsorted(ENDS, k, side="right"), s, -9.0
     ),
     "interpolation": lambda s, b, h, q, k: jnp.interp(q / 2, jnp.arange(4.0), TABLE[h, :4]),
+    "digitize": lambda s, b, h, q, k: s * jnp.digitize(q + k, ENDS),
+    "exponent": lambda s, b, h, q, k: jnp.ldexp(jnp.frexp(s)[0] * jnp.frexp(TABLE[h, k])[0], q - k),
+    "root": lambda s, b, h, q, k: cube_root(jnp.abs(s) + 1) + cube_root(TABLE[h, k] ** 2 + 1),
+    "loop": lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, x: x * TABLE[h, i] + s, 1.0),
+    "map": lambda s, b, h, q, k: jax.lax.map(lambda x: x * s, TABLE[:, q]).sum(),
     "polynomial": lambda s, b, h, q, k: jnp.polyval(TABLE[h, :4], s),
     "scan": scanned,
     "softmax": lambda s, b, h, q, k: s * jax.nn.softmax(TABLE[:, q])[h],
@@ -341,10 +357,17 @@ JNP_FUNCTIONS = {
 
 @pytest.mark.parametrize("name", JNP_FUNCTIONS)
 def test_functions_of_jnp(name):
+    """Their values and their derivatives by the score."""
     function = JNP_FUNCTIONS[name]
     program, arrays = traced_score_function(function)
     rows, columns = np.arange(6)[:, None], np.arange(9)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_derivative(function, scores):
+        values, transposed = jax.vjp(function, scores)
+        return values, *transposed(jnp.ones_like(values))
+
     scores = 2 * normal(30, 6, 9)
-    got = jax.jit(lambda s: evaluate(program, s, 0, 2, rows, columns, arrays))(scores)
-    want = jax.jit(lambda s: everywhere(function, s, 0, 2, rows, columns))(scores)
+    got = with_derivative(lambda s: evaluate(program, s, 0, 2, rows, columns, arrays), scores)
+    want = with_derivative(lambda s: everywhere(function, s, 0, 2, rows, columns), scores)
     np.testing.assert_allclose(got, want, rtol=5e-6, atol=5e-6)

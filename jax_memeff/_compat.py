@@ -15,14 +15,76 @@ from jax._src.shard_map import ShardMapTrace
 from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.core import ShapedArray
-from jax.experimental import jet
+from jax.experimental import hijax, jet
 from jax.extend import source_info_util
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import Mesh, PartitionSpec
 
 InconclusiveDimensionOperation = core.InconclusiveDimensionOperation
 """The error for symbolic sizes that cannot be compared; its module differs between JAX versions."""
+
+_CALLS = frozenset(
+    {"checkpoint", "closed_call", "composite", "core_call", "eval_jaxpr", "jit", "pjit", "remat"}
+    | {"remat2"}
+)
+_WITH_RULE = frozenset({"custom_jvp_call", "custom_vjp_call", "stop_gradient"})
+_HIGH_LEVEL = "call_hi_primitive"
+"""The primitive that calls functions such as ``jnp.searchsorted`` since JAX 0.12."""
+
+
+def is_call(equation: JaxprEqn) -> bool:
+    """Whether an equation evaluates others, once and in all cases."""
+    name = equation.primitive.name
+    return name in _CALLS or name in _WITH_RULE or name == _HIGH_LEVEL
+
+
+def body_of_call(call: JaxprEqn) -> ClosedJaxpr:
+    """What a call computes from its operands."""
+    if call.primitive.name == _HIGH_LEVEL:
+        primitive: Any = call.primitive
+        expanded = functools.partial(primitive.to_lojax, **call.params)
+        return jax.make_jaxpr(expanded)(*(x.aval for x in call.invars))
+    body: Any = call.params.get("jaxpr", call.params.get("call_jaxpr"))
+    return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+
+
+def may_have_rule(equation: JaxprEqn) -> bool:
+    """Whether an equation is a call whose derivative may differ from that of its body."""
+    if equation.primitive.name != _HIGH_LEVEL:
+        return equation.primitive.name in _WITH_RULE
+
+    def has_float(variables: Any) -> bool:
+        dtypes = (variable.aval.dtype for variable in variables)
+        return any(jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in dtypes)
+
+    return has_float(equation.invars) and has_float(equation.outvars)
+
+
+def writes_backward(call: JaxprEqn) -> bool:
+    """Whether the derivative of a call comes from a backward that somebody wrote. It may not be
+    linear, unlike one that JAX derives from a tangent.
+    """
+    if call.primitive.name != _HIGH_LEVEL:
+        return call.primitive.name == "custom_vjp_call"
+    pairs = (getattr(hijax, name, None) for name in ("vjp_from_jvp", "vjp_from_lin"))
+    derived = [backward for _, backward in filter(None, pairs)]
+    return type(call.params["_prim"]).vjp_bwd_retval not in derived
+
+
+def constants_and_carry(scan: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a scan are the same in all steps, and how many are carried from step to
+    step. The others are scanned.
+    """
+    if "ft_in" in scan.params:  # since JAX 0.11
+        constants, carry, _ = scan.params["ft_in"].unpack()
+        return len(constants), len(carry)
+    return scan.params["num_consts"], scan.params["num_carry"]
+
+
+without_tracing = core.eval_context
+"""A context in which JAX computes with numbers at once, even inside a ``jax.shard_map`` outside of
+``jax.jit``, whose results are tracers under ``jax.ensure_compile_time_eval``."""
 
 
 def cast_to_common_varying_axes(tree: Any) -> Any:
