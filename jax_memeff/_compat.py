@@ -222,8 +222,8 @@ def located_at_this_call(partition: Callable[..., Any]) -> Callable[..., Any]:
 
     XLA puts such a program into the module of the call, whose table of stack frames does not have
     those of the program. If the program refers to a frame beyond the end of the table, XLA's
-    inliner may loop forever. So the program is one operation with the location of the call that is
-    being lowered, and the operations inside have no location.
+    inliner may loop forever. So the program is one call of a function, with the location of the
+    call that is being lowered, and the operations of the function have no location.
     """
     traceback = source_info_util.current().traceback
 
@@ -253,7 +253,8 @@ def _without_frames(ctx: mlir.LoweringRuleContext, *values: Any, jaxpr: Any) -> 
     return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *values)
 
 
-mlir.register_lowering(_program, _without_frames)
+# JAX must not inline the function: since 0.11 its operations would get the location of the call.
+mlir.register_lowering(_program, _without_frames, inline=False)
 
 
 def spec_of(sharding: Any, mesh: Mesh, rank: int) -> PartitionSpec | None:
