@@ -1,13 +1,24 @@
-"""Everything that depends on the version of JAX; no other module uses JAX's internals."""
+"""Everything that depends on the version of JAX; no other module uses JAX's internals.
+
+Modules that a call needs must not import ``jax.extend``. Since JAX 0.12 it imports Pallas, which
+adds to JAX's configuration: if the first call of a process is traced by ``jax.jit``, JAX traces the
+jitted function again when it is next called.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax._src import compiler, config, core, dispatch
+from jax._src import compiler, config, core, dispatch, source_info_util
+from jax._src.core import Jaxpr as Jaxpr
+from jax._src.core import JaxprEqn as JaxprEqn
+from jax._src.core import Literal as Literal
+from jax._src.core import Primitive as Primitive
+from jax._src.core import Var as Var
+from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 from jax._src.interpreters.batching import BatchTrace
 from jax._src.interpreters.mlir import TracebackCaches
@@ -16,10 +27,20 @@ from jax._src.sharding import IndivisibleError
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.core import ShapedArray
 from jax.experimental import hijax, jet
-from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import Mesh, PartitionSpec
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr
+else:
+    ClosedJaxpr = getattr(core, "ClosedJaxpr", Jaxpr)  # since JAX 0.11 they are one class
+
+try:
+    from jax._src.random.threefry2x32 import threefry_2x32 as threefry_2x32
+except ImportError:  # JAX 0.10.0
+    from jax._src.prng import (  # pyright: ignore[reportMissingImports]
+        threefry_2x32 as threefry_2x32,
+    )
 
 InconclusiveDimensionOperation = core.InconclusiveDimensionOperation
 """The error for symbolic sizes that cannot be compared; its module differs between JAX versions."""
@@ -31,6 +52,11 @@ _CALLS = frozenset(
 _WITH_RULE = frozenset({"custom_jvp_call", "custom_vjp_call", "stop_gradient"})
 _HIGH_LEVEL = "call_hi_primitive"
 """The primitive that calls functions such as ``jnp.searchsorted`` since JAX 0.12."""
+
+
+def line_of(equation: JaxprEqn) -> str:
+    """The line of the user's program from which an equation comes, if it is known."""
+    return source_info_util.summarize(equation.source_info)
 
 
 def is_call(equation: JaxprEqn) -> bool:

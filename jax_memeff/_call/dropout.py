@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
-from jax.extend.random import threefry_2x32
 
+from jax_memeff import _compat as compat
 from jax_memeff._call import values
 from jax_memeff._call.offsets import Index, Offsets
 from jax_memeff._call.operands.arrays import DropoutState, Operands
@@ -317,10 +317,10 @@ def key_words(dropout_key: jax.Array) -> jax.Array:
     if generator in _RBG:
         # The bits of these generators depend on the backend, and under jax.vmap on the first key
         # only.
-        return threefry_2x32(words[:2], words[2:])
+        return compat.threefry_2x32(words[:2], words[2:])
     # The first two of jax.random.bits, which change if jax_threefry_partitionable is off.
     counters = np.array([0, 0, 0, 1], np.uint32)
-    high, low = jnp.split(threefry_2x32(words, counters), 2)
+    high, low = jnp.split(compat.threefry_2x32(words, counters), 2)
     return high ^ low
 
 

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jax_memeff import (
     Mask,
@@ -21,6 +20,7 @@ from jax_memeff import (
     paged_attention,
     varlen_attention,
 )
+from jax_memeff._compat import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax_memeff._cuda import selection
 from jax_memeff.codegen.spec import KernelSpec
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jax_memeff import _compat as compat
+from jax_memeff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax_memeff._functions import array_rules, indexing, lines, outside, scalar_rules
 from jax_memeff._functions.graph import Graph, are_linear
 from jax_memeff._functions.views import (

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+
+from jax_memeff import _compat as compat
 
 _LIBRARIES = tuple(
     os.path.join(os.path.dirname(os.path.abspath(file)), "")
@@ -28,9 +28,9 @@ def of_error(error: BaseException, function: Callable[..., Any]) -> str:
     return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else of_function(function)
 
 
-def of_equations(equations: Iterable[JaxprEqn]) -> str | None:
+def of_equations(equations: Iterable[compat.JaxprEqn]) -> str | None:
     """The line of the first of ``equations`` that has one in the user's code."""
-    lines = (source_info_util.summarize(equation.source_info) for equation in equations)
+    lines = map(compat.line_of, equations)
     # Equations of jnp functions that JAX had already traced have no line, and the call of a jitted
     # function has that of this package.
     own = (line for line in lines if ":" in line and not line.startswith(_LIBRARIES))

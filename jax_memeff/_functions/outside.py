@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from jax_memeff import _compat as compat
+from jax_memeff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax_memeff._functions.array_rules import MOVES
 from jax_memeff._functions.graph import fold
 from jax_memeff._functions.operations import converted_numbers

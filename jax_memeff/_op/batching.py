@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 
 from jax_memeff._call.divisors import may_sum_gradient
 from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands, is_varlen, pages_of
@@ -44,6 +43,7 @@ from jax_memeff._call.operands.gradients import (
 from jax_memeff._call.operands.table import Item, items, mapped
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._call.sequences import MOST_POSITIONS
+from jax_memeff._compat import Primitive
 
 
 class _UnfoldableError(Exception):

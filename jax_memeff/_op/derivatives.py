@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jax_memeff._blockwise import derivatives as blockwise_derivatives
@@ -35,6 +34,7 @@ from jax_memeff._call.operands.gradients import (
 )
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import token_indices
+from jax_memeff._compat import Primitive
 from jax_memeff._op import primitives
 from jax_memeff._op.reverse_mode import refuse_taylor_mode
 from jax_memeff.errors import UnsupportedError

@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_memeff import _compat as compat
@@ -42,6 +41,7 @@ from jax_memeff._call.operands.gradients import (
 )
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
+from jax_memeff._compat import Primitive
 from jax_memeff._op.batching import rule
 from jax_memeff._sharding.automatic import by_shards
 from jax_memeff.errors import UnsupportedError

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_memeff._call import compat
+from jax_memeff import _compat as compat
+from jax_memeff._compat import Primitive
 from jax_memeff.errors import UnsupportedError
 
 Pytree = TypeVar("Pytree")

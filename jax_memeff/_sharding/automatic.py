@@ -32,7 +32,6 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
 )
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -43,6 +42,7 @@ from jax_memeff._call.operands.gradients import gradients_needed, gradients_of
 from jax_memeff._call.operands.table import Item, items, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
+from jax_memeff._compat import Primitive
 from jax_memeff._sharding.batch_axes import BatchAxes
 from jax_memeff._sharding.layout import (
     Layout,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def test_a_folder_imports_those_below_it(folder):
         name.split(".")[0] for file in (PACKAGE / folder).glob("*.py") for name in imported(file)
     }
     assert rooms & BELOW.keys() - {folder} <= BELOW[folder]
+
+
+def test_one_file_uses_internals_of_jax():
+    """The same file imports what ``jax.extend`` has, which takes Pallas along."""
+    internal = re.compile(r"^ *(?:from|import) jax\.(?:_src|extend)\b", re.MULTILINE)
+    users = {file for file in PACKAGE.rglob("*.py") if internal.search(file.read_text())}
+    assert users == {PACKAGE / "_compat.py"}
 
 
 def test_every_folder_is_listed():
