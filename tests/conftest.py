@@ -3,6 +3,7 @@
 import concurrent.futures
 import gc
 import importlib.metadata
+import logging
 import multiprocessing
 import os
 import shutil
@@ -266,6 +267,22 @@ def assert_close():
             assert error <= tolerance * max(np.linalg.norm(theirs[finite]), 1e-30), error
 
     return compare
+
+
+@pytest.fixture
+def messages(caplog, monkeypatch):
+    """A function that returns what ``jax_memeff`` logged about shardings, with call sites."""
+    from jax_memeff._sharding import automatic
+
+    monkeypatch.setattr(automatic, "_logged", set())
+    # XLA asks for the program of a device only if no cache has the whole program.
+    monkeypatch.setattr(automatic, "_python_digest", lambda: os.urandom(16))
+    limit = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, limit)  # 0 in tests: no frames at all
+    jax.config.update(limit, 10)
+    caplog.set_level(logging.WARNING, "jax_memeff")
+    yield lambda: [record.getMessage() for record in caplog.records if record.name == "jax_memeff"]
+    jax.config.update(limit, before)
 
 
 @pytest.fixture

@@ -28,7 +28,9 @@ def script(name):
     return module
 
 
-check_wheel, release_notes = script("check_wheel"), script("release_notes")
+check_wheel, release_notes, todays_half = map(
+    script, ("check_wheel", "release_notes", "todays_half")
+)
 
 
 def steps(workflow):
@@ -37,6 +39,24 @@ def steps(workflow):
 
 def test_the_check_of_a_change_is_the_script():
     assert [step["run"] for step in steps("ci") if "run" in step] == [".ci/run"]
+
+
+def test_four_days_under_the_newest_jax_run_all_files_twice():
+    files = todays_half.files()
+    days = [{x for x in files if todays_half.is_due(x, day)} for day in range(739_000, 739_004)]
+    first, _, second, _ = days
+    assert days == [first, first, second, second]
+    assert first.isdisjoint(second) and first | second == set(files)
+    assert {"tests/repository/test_releases.py", "jax_memeff/_compat.py"} <= set(files)
+    assert 0.4 < len(first) / len(files) < 0.6
+    assert all(todays_half.is_due(file, None) for file in files)
+
+
+def test_every_night_all_tests_run_under_the_oldest_and_the_newest_jax():
+    """The last JAX for the oldest Python is older than that of the others."""
+    job = WORKFLOWS["nightly"]["jobs"]["samples"]
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert [oldest, "3.13"] == job["strategy"]["matrix"]["python"]
 
 
 def test_every_python_of_the_wheels_is_stated_and_tried():
