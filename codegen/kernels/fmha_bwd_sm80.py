@@ -93,7 +93,8 @@ _SM80 = {
             128,
             8,
             1,
-            "283, with dropout 234; 64x64 with dropout in 3 CTAs with one query tile 230, in 2 214",
+            "283, with random bits 234; with these 64x64 in 3 CTAs with one query tile 230, in 2 "
+            "CTAs 214",
             modifiers=PROBABILITY_MODIFIERS,
         ),
         Tile(
@@ -115,7 +116,7 @@ _SM80 = {
             128,
             8,
             1,
-            "306; with dropout 271, the gradient of a bias 235, a soft cap (T 4096) 301. 64x64 "
+            "306; with random bits 271, the gradient of a bias 235, a soft cap (T 4096) 301. 64x64 "
             "with 8 warps 207, 195 and 238 with these; in 2 CTAs with one query tile 295, 271 "
             "without a bias, 292",
             spill_bytes=8,

@@ -1,6 +1,7 @@
 """The dropout contract: known answers, independence of tiles, shards and offsets."""
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import oracle

@@ -202,7 +202,7 @@ def test_every_maxtext_call_has_a_kernel(kind, monkeypatch, fake_compiler):
     op = attention_op(kind, **MAXTEXT[kind][0], attn_logits_soft_cap=5.0)
 
     def train(query, key, value):
-        settings = {"bidirectional_mask": ids, "sinks": jnp.zeros(K * G)}
+        settings: dict[str, Any] = {"bidirectional_mask": ids, "sinks": jnp.zeros(K * G)}
         return maxtext(op, query, key, value, ids, **settings)[0].astype(jnp.float32).sum()
 
     def chunk(query, key, value):
