@@ -7,11 +7,15 @@ jitted function again when it is next called.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax._src import compiler, config, core, dispatch, source_info_util
 from jax._src.core import Jaxpr as Jaxpr
 from jax._src.core import JaxprEqn as JaxprEqn
@@ -22,13 +26,12 @@ from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 from jax._src.interpreters.batching import BatchTrace
 from jax._src.interpreters.mlir import TracebackCaches
+from jax._src.mesh import empty_abstract_mesh, use_abstract_mesh
 from jax._src.shard_map import ShardMapTrace
-from jax._src.sharding import IndivisibleError
-from jax._src.sharding_impls import parse_flatten_op_sharding
+from jax._src.sharding_impls import ShardingContext
 from jax.core import ShapedArray
 from jax.experimental import hijax, jet
 from jax.interpreters import mlir
-from jax.sharding import Mesh, PartitionSpec
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr
@@ -214,11 +217,6 @@ def set_taylor_rule(primitive: Primitive, rule: Callable[..., Any]) -> None:
     jet.jet_rules[primitive] = rule
 
 
-def lower_with_devices(primitive: Primitive) -> None:
-    """Give the lowering rule of a primitive access to the mesh, as custom_partitioning needs."""
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
-
-
 def devices_of_compiler(ctx: mlir.LoweringRuleContext) -> int:
     """The number of devices among which XLA partitions the program being lowered.
 
@@ -227,12 +225,73 @@ def devices_of_compiler(ctx: mlir.LoweringRuleContext) -> int:
     return getattr(ctx.module_context.axis_context, "num_devices", 1)
 
 
-def mesh_axes_of_compiler(ctx: mlir.LoweringRuleContext) -> tuple[int, ...]:
-    """The sizes of the mesh axes that XLA divides the program over; one axis if it has no mesh."""
-    mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)
-    if mesh is None or mesh.empty:
-        return (devices_of_compiler(ctx),)
-    return tuple(mesh.shape.values())
+def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether the program being lowered may run in another process."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
+def with_device_assignment(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
+    """A context in which JAX lowers custom_partitioning.
+
+    It wants the devices of the program, although it only counts them. JAX gives them to primitives
+    that are registered for this, and then lowers no program with one for an AbstractMesh, not even
+    one whose calls are all inside ``jax.shard_map``.
+    """
+    devices = tuple(itertools.islice(itertools.cycle(jax.devices()), devices_of_compiler(ctx)))
+    context = ShardingContext(len(devices), devices)
+    module: Any = ctx.module_context
+    return ctx.replace(module_context=module.replace(axis_context=context))
+
+
+def devices_of_parts(sharding: Any, rank: int) -> np.ndarray | None:
+    """The devices that have each part of an array, by their numbers in the program.
+
+    Args:
+        sharding: one that custom_partitioning did not decode.
+        rank: the rank of the array.
+
+    Returns:
+        An array with the same dims, whose sizes are the numbers of parts, and another dim for the
+        devices that have the same part; or None if this does not describe the sharding.
+    """
+    hlo = sharding._to_xla_hlo_sharding(rank)
+    if sharding.is_fully_replicated:
+        return np.arange(sharding.num_devices).reshape((1,) * rank + (-1,))
+    if not hlo.is_tiled() or len(hlo.subgroup_types()) > 1:
+        return None
+    sizes = hlo.tile_assignment_dimensions()
+    return np.reshape(hlo.tile_assignment_devices(), [*sizes[:rank], -1])
+
+
+@contextlib.contextmanager
+def located_here() -> Iterator[None]:
+    """Operations that are traced in this context have the location where it is entered.
+
+    Their own locations have ten frames, which do not reach the user's code.
+    """
+    holder = source_info_util._source_info_context
+    before = holder.context
+    holder.context = before.replace(traceback=source_info_util.current().traceback)
+    try:
+        yield
+    finally:
+        holder.context = before
+
+
+def call_site() -> str:
+    """The function of this package that the user called in the code being lowered, and where."""
+    traceback = source_info_util.current().traceback
+    called = "attention"
+    for frame in traceback.frames if traceback else ():
+        if not source_info_util.is_user_filename(frame.file_name):
+            continue
+        if not frame.file_name.startswith(_PACKAGE):
+            return f"{called} at {frame.file_name}:{frame.line_num}"
+        called = frame.function_name
+    return called
+
+
+_PACKAGE = str(Path(__file__).parent)
 
 
 def replace_compile_errors(handler: Callable[[Exception], Exception | None]) -> None:
@@ -250,6 +309,9 @@ def located_at_this_call(partition: Callable[..., Any]) -> Callable[..., Any]:
     those of the program. If the program refers to a frame beyond the end of the table, XLA's
     inliner may loop forever. So the program is one call of a function, with the location of the
     call that is being lowered, and the operations of the function have no location.
+
+    The program does not belong to the mesh of ``jax.set_mesh`` either: it is traced while another
+    program is compiled, and under explicit axes its operations would ask for shardings.
     """
     traceback = source_info_util.current().traceback
 
@@ -258,7 +320,7 @@ def located_at_this_call(partition: Callable[..., Any]) -> Callable[..., Any]:
         mesh, program, *shardings = partition(*arguments)
 
         def at_call(*operands: Any) -> Any:
-            with source_info_util.user_context(traceback):
+            with source_info_util.user_context(traceback), use_abstract_mesh(empty_abstract_mesh):
                 return _program.bind(*operands, jaxpr=jax.make_jaxpr(program)(*operands))
 
         return mesh, at_call, *shardings
@@ -281,19 +343,3 @@ def _without_frames(ctx: mlir.LoweringRuleContext, *values: Any, jaxpr: Any) -> 
 
 # JAX must not inline the function: since 0.11 its operations would get the location of the call.
 mlir.register_lowering(_program, _without_frames, inline=False)
-
-
-def spec_of(sharding: Any, mesh: Mesh, rank: int) -> PartitionSpec | None:
-    """The spec, over a mesh, of a sharding that custom_partitioning did not decode.
-
-    None if no spec expresses it: it uses parts of mesh axes, or the mesh is unknown.
-    """
-    if sharding.is_fully_replicated:
-        return PartitionSpec()
-    if mesh.empty:
-        return None
-    try:
-        (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(rank), mesh)
-    except (IndivisibleError, KeyError):  # KeyError: the size of a part is that of another axis
-        return None
-    return spec

@@ -228,7 +228,6 @@ def _register(
             return default_lowering(ctx, *operands, **params)
         return lower(ctx, *operands, **params)
 
-    compat.lower_with_devices(primitive)
     primitive.def_abstract_eval(types)
     compat.compile_at_once(primitive)
     mlir.register_lowering(primitive, anywhere)

@@ -80,10 +80,11 @@ def attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, ...]:
 
     With ``options.row_maxima`` also the row maxima, which have no derivative.
     """
-    if is_forward_mode() or pages_of(operands) is not None:
-        # Paged calls have no derivative in either mode; the rule of the primitive says so.
-        return primitives.forward(operands, options)
-    return _in_reverse_mode(operands, options)
+    with compat.located_here():
+        if is_forward_mode() or pages_of(operands) is not None:
+            # Paged calls have no derivative in either mode; the rule of the primitive says so.
+            return primitives.forward(operands, options)
+        return _in_reverse_mode(operands, options)
 
 
 @compat.compiled_in_eager_shard_map

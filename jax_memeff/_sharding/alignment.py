@@ -6,21 +6,18 @@ import dataclasses
 
 from jax_memeff._call.mask import Mask, Window
 
+UNALIGNABLE = (
+    "mask: a bottom-right window together with lengths has a diagonal for each batch index, which "
+    "a sequence sharded over devices does not support; align the window top-left, or pass no "
+    "lengths"
+)
 
-def check_alignment(mask: Mask) -> None:
-    """Refuse masks whose windows :func:`top_left` cannot align; the arrays may be types.
 
-    Raises:
-        ValueError: a bottom-right window comes with lengths.
-    """
+def can_align(mask: Mask) -> bool:
+    """Whether :func:`top_left` can align the mask's windows; the arrays may be types."""
     traced = any(window.alignment == "bottom_right" for window in mask.traced_windows)
     has_lengths = mask.query_lengths is not None or mask.key_lengths is not None
-    if has_lengths and (traced or mask.bottom_right is not None):
-        raise ValueError(
-            "mask: a bottom-right window together with lengths has a diagonal for each batch "
-            "index, which a sequence sharded over devices does not support; align the window "
-            "top-left, or pass no lengths"
-        )
+    return not (has_lengths and (traced or mask.bottom_right is not None))
 
 
 def top_left(mask: Mask, rows: int, columns: int) -> Mask:
@@ -36,7 +33,8 @@ def top_left(mask: Mask, rows: int, columns: int) -> Mask:
     >>> top_left(Mask.causal("bottom_right"), rows=2, columns=5).top_left
     Window(left=None, right=3)
     """
-    check_alignment(mask)
+    if not can_align(mask):
+        raise ValueError(UNALIGNABLE)
     distance = columns - rows
     windows = (
         window.moved(distance) if window.alignment == "bottom_right" else window

@@ -4,7 +4,9 @@ If the compiler partitions a program, a primitive is lowered to a call of
 ``jax.experimental.custom_partitioning``. Its rule propagates shardings along the batch, the heads
 and the rows. For the final shardings the compiler asks :meth:`_Call.partition` for the program of
 one device. That program is lowered like the inside of ``jax.shard_map``, so kernels are chosen for
-the shapes of a device.
+the shapes of a device. It may want other shardings than the compiler has, which then transfers the
+operands: no call fails for a sharding that nobody may have asked for (``log.py`` says what is
+transferred).
 
 The program text names the call by the address of a Python object. In another process that address
 may belong to a different call, so the call also carries a digest of everything that its program
@@ -33,7 +35,7 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jax_memeff import _compat as compat
 from jax_memeff._call.divisors import changed, gradient_shape
@@ -43,27 +45,27 @@ from jax_memeff._call.operands.table import Item, items, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
 from jax_memeff._compat import Primitive
+from jax_memeff._sharding import log
 from jax_memeff._sharding.batch_axes import BatchAxes
-from jax_memeff._sharding.layout import (
-    Layout,
-    Sharded,
+from jax_memeff._sharding.device_axes import DeviceAxes, Stride, strides_of_dims
+from jax_memeff._sharding.dims import (
     dims,
     divides_groups,
     even_tokens,
     forward_dims,
     heads_of,
-    layout,
     named_dims,
     result_dims,
 )
+from jax_memeff._sharding.layout import Layout, Sharded, fitted
 from jax_memeff._sharding.local import (
-    check_rows,
-    check_sequences,
+    limits,
     put_own_key_heads,
     take_own_key_heads,
     with_own_starts,
     with_positions,
 )
+from jax_memeff._sharding.mesh_axes import Axes
 
 Lowering = Callable[..., Sequence[Any]]
 
@@ -86,36 +88,49 @@ def by_shards(
         if any(0 in aval.shape for aval in typed):
             return lowering(ctx, *values, **params)
         if axes := _axes_left_to_compiler(typed):
-            raise ValueError(
-                f"attention inside jax.shard_map was left to the compiler over {list(axes)}, which "
-                "would gather its operands: name these axes in shard_map's axis_names as well, or "
-                "enter a second jax.shard_map over them around the call"
-            )
-        if compat.devices_of_compiler(ctx) == 1:
+            log.of_axes_left_over(compat.call_site(), axes)
             return lowering(ctx, *values, **params)
+        devices = compat.devices_of_compiler(ctx)
+        if devices == 1:
+            return lowering(ctx, *values, **params)
+        if compat.is_exported(ctx):
+            raise ValueError(
+                f"attention over {devices} devices with automatic mesh axes cannot be exported, "
+                "because the compiler calls a Python function of this process to partition it: "
+                "make the axes explicit (jax.make_mesh(..., axis_types=(jax.sharding.AxisType."
+                "Explicit, ...))), or call attention inside jax.shard_map"
+            )
         avals = tuple(map(compat.local, typed))
-        call = _Call(primitive, params, avals)
+        axes = _axes_of_user(typed)
+        call = _Call(primitive, params, avals, devices, axes, compat.call_site())
         digest = hashlib.sha256(_python_digest() + repr((avals, params)).encode())
         if kernel_digest is not None:
             digest.update(kernel_digest(avals, **params))
-        rule = call.rule(compat.mesh_axes_of_compiler(ctx))
+        rule = call.rule(tuple(axes.values()) or (devices,))
         in_jax = mlir.lower_fun(
             lambda *leaves: call.partitioned(leaves, rule, digest.hexdigest()),
             multiple_results=True,
         )
+        ctx = compat.with_device_assignment(ctx)
         return in_jax(ctx.replace(avals_in=avals), *values)
 
     return lower
 
 
-def _axes_left_to_compiler(avals: Sequence[ShapedArray]) -> list[Any]:
+def _axes_left_to_compiler(avals: Sequence[ShapedArray]) -> Axes:
     """The axes of more than one device over which an enclosing shard_map is not manual."""
     axes = {}
     for mesh in (aval.sharding.mesh for aval in avals):
         if AxisType.Manual in mesh.axis_types:
             axes.update(zip(mesh.axis_names, mesh.axis_types, strict=True))
             sizes = mesh.shape
-    return [axis for axis, kind in axes.items() if kind != AxisType.Manual and sizes[axis] > 1]
+    return tuple(axis for axis, kind in axes.items() if kind != AxisType.Manual and sizes[axis] > 1)
+
+
+def _axes_of_user(avals: Sequence[ShapedArray]) -> dict[Any, int]:
+    """The sizes of the axes of the user's mesh; none if no operand has a type over a mesh."""
+    meshes = (aval.sharding.mesh for aval in avals)
+    return next((dict(mesh.shape) for mesh in meshes if not mesh.empty), {})
 
 
 @functools.cache
@@ -133,6 +148,11 @@ class _Call(NamedTuple):
     primitive: Primitive
     params: dict[str, Any]
     avals: tuple[ShapedArray, ...]
+    devices: int
+    axes: dict[Any, int]
+    """The axes of the user's mesh, for messages."""
+    site: str
+    """Where the user called attention, for messages."""
 
     @property
     def arrays(self) -> tuple[Any, ...]:
@@ -254,25 +274,25 @@ class _Call(NamedTuple):
 
     def partition(self, mesh: Mesh, shapes: Any, results: Any) -> tuple[Any, ...]:
         """The program of one device, and the shardings of its operands and results."""
-        del results  # their shardings follow from those of the operands
+        # The compiler does not know the user's mesh. The shardings of results follow from those of
+        # the operands.
+        del mesh, results
         try:
-            return self.program_of_device(mesh, [shape.sharding for shape in shapes])
+            return self.program_of_device([shape.sharding for shape in shapes])
         except Exception as error:
             # A traceback would keep the frames of this call alive; the copy has none.
             _raised[str(error)] = copy.copy(error)
             raise
 
-    def program_of_device(self, mesh: Mesh, given: Sequence[Any]) -> tuple[Any, ...]:
+    def program_of_device(self, given: Sequence[Any]) -> tuple[Any, ...]:
         """:meth:`partition`, for operands of these shardings."""
         in_dims, out_dims = self.dims
-        layout, mesh = self.layout(mesh, given)
-        batch = self.batch.of_device(layout, mesh)
+        layout, axes = self.layout(given)
+        mesh = axes.mesh
+        batch = self.batch.of_device(layout, axes)
         params = {**self.params, "options": self.options_of(batch)}
-        row_devices = math.prod(mesh.shape[axis] for axis in layout.rows)
-        check_rows(self.operands, params["options"], row_devices)
-        check_sequences(self.operands, layout, mesh.shape)
-        first_key_axes = math.prod(mesh.shape[axis] for axis in layout.key_heads)
-        key_heads = heads_of(self.operands)[1] // first_key_axes
+        row_devices = axes.devices(layout.rows)
+        key_heads = heads_of(self.operands)[1] // axes.devices(layout.key_heads)
 
         def own(x: jax.Array, dims: str) -> jax.Array:
             joined = batch.joined(x, dims)
@@ -311,66 +331,45 @@ class _Call(NamedTuple):
         own = changed(self.operands, options.divisors, divisor)
         return dataclasses.replace(options, divisors=own, batch_axes=part.sizes)
 
-    def layout(self, mesh: Mesh, given: Sequence[Any]) -> tuple[Layout, Mesh]:
-        """The sharding of the call, and its mesh, of which one axis may be split in two."""
-        arrays = items(self.operands)
-        in_dims = self.dims[0][: len(arrays)]
+    def layout(self, given: Sequence[Any]) -> tuple[Layout, DeviceAxes]:
+        """The sharding of the call, for operands of these shardings, and its mesh."""
+        arrays, names = items(self.operands), self.dims[0]
+        limit = limits(self.operands, self.params["options"])
+        strides = [
+            _strides_of(sharding, len(dims.split()))
+            for sharding, dims, _ in zip(given, names, arrays, strict=False)
+        ]
+        axes = DeviceAxes((1, self.devices), self.axes)
+        for stride in itertools.chain.from_iterable(itertools.chain(*filter(None, strides))):
+            axes = axes.cut_at(stride.stride, stride.end)
+        sizes = [
+            self.batch.split_shape(item.array.shape, dims)
+            for item, dims in zip(arrays, names, strict=False)
+        ]
+        for dim, size, own in zip(names[0].split(), sizes[0], strides[0] or (), strict=False):
+            if dim == "heads":
+                axes = axes.cut_evenly(own, heads_of(self.operands)[1])
+            axes = axes.cut_evenly(own, limit[dim].units if dim in limit else size)
+        sharded = [
+            Sharded(
+                item.operand,
+                item.title,
+                shape,
+                dims.split(),
+                axes.spec(own),
+                item.array.dtype.itemsize,
+            )
+            for item, shape, dims, own in zip(arrays, sizes, names, strides, strict=False)
+        ]
+        found, moves = fitted(sharded, axes, limit)
+        if self.primitive.name == "attention_fwd":  # the other primitives have the same operands
+            log.of_moves(self.site, moves)
+        return found, axes
 
-        def specs_over(mesh: Mesh) -> list[PartitionSpec | None]:
-            return [
-                compat.spec_of(leaf, mesh, len(names.split()))
-                for leaf, names in zip(given, in_dims, strict=False)
-            ]
 
-        mesh = self.with_key_head_axis(mesh, specs_over(mesh)[0])
-        specs = specs_over(mesh)
-        found = layout(
-            [
-                Sharded(
-                    item.operand,
-                    item.title,
-                    self.batch.split_shape(item.array.shape, names),
-                    names.split(),
-                    PartitionSpec() if spec is None else spec,
-                )
-                for item, names, spec in zip(arrays, in_dims, specs, strict=True)
-            ],
-            mesh.shape,
-        )
-        for item, leaf, spec in zip(arrays, given, specs, strict=False):
-            if spec is None:
-                raise ValueError(
-                    f"{item.title} of shape {item.array.shape} is sharded like {leaf}, which "
-                    f"is not over whole axes of {mesh}: reshard it by jax.sharding.NamedSharding"
-                )
-        return found, mesh
-
-    def with_key_head_axis(self, mesh: Mesh, query: PartitionSpec | None) -> Mesh:
-        """The mesh, with an axis split in two if only its first part divides the key heads.
-
-        The key heads are then sharded over the first part. The compiler does the same when it
-        propagates shardings from the query to the key.
-        """
-        dims = self.dims[0][0].split()
-        entry = None if query is None or len(query) < len(dims) - 1 else query[dims.index("heads")]
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        first = heads_of(self.operands)[1]
-        for axis in axes:
-            size = mesh.shape[axis]
-            part = math.gcd(first, size)
-            if 1 < part < size:
-                place = mesh.axis_names.index(axis)
-                shape = mesh.devices.shape
-                devices = mesh.devices.reshape(
-                    *shape[:place], part, size // part, *shape[place + 1 :]
-                )
-                split = (f"{axis}/key_heads", f"{axis}/rest")
-                names = (*mesh.axis_names[:place], *split, *mesh.axis_names[place + 1 :])
-                return Mesh(devices, names)
-            if first % size:
-                break
-            first //= size
-        return mesh
+def _strides_of(sharding: Any, rank: int) -> list[list[Stride]] | None:
+    devices = compat.devices_of_parts(sharding, rank)
+    return None if devices is None else strides_of_dims(devices, rank)
 
 
 _raised: dict[str, Exception] = {}

@@ -11,9 +11,10 @@ import math
 from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
-from jax_memeff._sharding.layout import Layout, batch_names
+from jax_memeff._sharding.dims import batch_names
+from jax_memeff._sharding.layout import Layout
+from jax_memeff._sharding.mesh_axes import MeshAxes
 
 
 class BatchAxes(NamedTuple):
@@ -45,11 +46,11 @@ class BatchAxes(NamedTuple):
         """The divisor of an operand whose axes are this run."""
         return math.prod(self.sizes[run.stop :])
 
-    def of_device(self, layout: Layout, mesh: Mesh) -> BatchAxes:
+    def of_device(self, layout: Layout, mesh: MeshAxes) -> BatchAxes:
         """The sizes of the axes on one device."""
         return BatchAxes(
             tuple(
-                size // math.prod(mesh.shape[axis] for axis in layout.axes(name))
+                size // mesh.devices(layout.axes(name))
                 for name, size in zip(self.names, self.sizes, strict=True)
             )
         )

@@ -1,9 +1,12 @@
-"""Sharding over Explicit mesh axes: the call enters ``jax.shard_map`` as its types require."""
+"""Sharding over Explicit mesh axes: the call enters ``jax.shard_map`` as its types require.
+
+If the mesh also has Auto axes, the compiler partitions the call over all of them
+(``automatic.py``). What the explicit axes allow stays the same.
+"""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +17,10 @@ from jax_memeff import _compat as compat
 from jax_memeff._call.operands.arrays import AnyOperands
 from jax_memeff._call.operands.table import items
 from jax_memeff._call.options import Options
-from jax_memeff._sharding.layout import Sharded, dims, forward_dims, layout, text
-from jax_memeff._sharding.local import (
-    check_rows,
-    check_sequences,
-    take_key_heads,
-    with_own_starts,
-    with_positions,
-)
+from jax_memeff._sharding.dims import dims, forward_dims
+from jax_memeff._sharding.layout import Layout, Sharded, layout
+from jax_memeff._sharding.local import limits, take_key_heads, with_own_starts, with_positions
+from jax_memeff._sharding.mesh_axes import MeshAxes, text
 
 Attention = Callable[[Any, Options], tuple[jax.Array, ...]]
 
@@ -35,9 +34,30 @@ def on_shards(
         ValueError: see :func:`layout`.
     """
     mesh = _mesh(operands)
-    if mesh is None or not _explicit_axes(mesh):
+    if mesh is None or not _axes(mesh, AxisType.Explicit):
         return function(compat.cast_to_common_varying_axes(operands), options)
+    _check_not_mapped()
+    if any(mesh.shape[axis] > 1 for axis in _axes(mesh, AxisType.Auto)):
+        return _by_compiler(function, operands, options)
     return _on_shards(function, operands, options)
+
+
+def _by_compiler(
+    function: Attention, operands: AnyOperands, options: Options
+) -> tuple[jax.Array, ...]:
+    """The call over a mesh of which the compiler has some axes: it then gets the others, too.
+
+    Inside a ``jax.shard_map`` over the explicit axes it would gather everything over its own.
+    """
+    mesh = _mesh(operands)
+    found = _layout(operands, options)
+    results = [found.spec(names) for names in forward_dims(operands, options)]
+    call: Any = jax.sharding.auto_axes(
+        lambda operands: function(operands, options),
+        axes=_axes(mesh, AxisType.Explicit),
+        out_sharding=tuple(NamedSharding(mesh, spec) for spec in results),
+    )
+    return call(operands)
 
 
 # Outside of jit, JAX would evaluate shard_map op by op, which does not support custom_vjp with
@@ -47,28 +67,13 @@ def _on_shards(
     function: Attention, operands: AnyOperands, options: Options
 ) -> tuple[jax.Array, ...]:
     mesh = _mesh(operands)
-    _check_not_mapped()
-    found = layout(
-        [
-            Sharded(
-                item.operand,
-                item.title,
-                item.array.shape,
-                names.split(),
-                jax.typeof(item.array).sharding.spec,
-            )
-            for item, names in zip(items(operands), jax.tree.leaves(dims(operands)), strict=True)
-        ],
-        mesh.shape,
-    )
+    found = _layout(operands, options)
     specs = jax.tree.map(found.spec, dims(operands))
     # Replicated biases, masks and key heads are sliced locally; the rest already has this sharding.
     operands = jax.tree.map(
         lambda leaf, spec: jax.sharding.reshard(leaf, NamedSharding(mesh, spec)), operands, specs
     )
-    row_devices = math.prod(mesh.shape[axis] for axis in found.rows)
-    check_rows(operands, options, row_devices)
-    check_sequences(operands, found, mesh.shape)
+    row_devices = MeshAxes(mesh.shape).devices(found.rows)
 
     def local(operands: AnyOperands) -> tuple[jax.Array, ...]:
         operands = with_own_starts(with_positions(operands, found, row_devices), found)
@@ -80,9 +85,24 @@ def _on_shards(
         mesh=mesh,
         in_specs=(specs,),
         out_specs=tuple(map(found.spec, forward_dims(operands, options))),
-        axis_names=_explicit_axes(mesh),
+        axis_names=set(_axes(mesh, AxisType.Explicit)),
     )
     return shards(operands)
+
+
+def _layout(operands: AnyOperands, options: Options) -> Layout:
+    """The sharding of the call over the explicit axes, from the types of its operands."""
+    arrays = [
+        Sharded(
+            item.operand,
+            item.title,
+            item.array.shape,
+            names.split(),
+            jax.typeof(item.array).sharding.spec,
+        )
+        for item, names in zip(items(operands), jax.tree.leaves(dims(operands)), strict=True)
+    ]
+    return layout(arrays, MeshAxes(_mesh(operands).shape), limits(operands, options))
 
 
 def _check_not_mapped() -> None:
@@ -100,6 +120,6 @@ def _mesh(operands: AnyOperands) -> Any:
     return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
-def _explicit_axes(mesh: Any) -> set[Any]:
+def _axes(mesh: Any, kind: AxisType) -> tuple[Any, ...]:
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {axis for axis, axis_type in axes if axis_type == AxisType.Explicit}
+    return tuple(axis for axis, axis_type in axes if axis_type == kind)

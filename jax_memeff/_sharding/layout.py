@@ -1,6 +1,6 @@
-"""The sharding of a call over the axes of a mesh: the names of dims, and which may be sharded.
+"""The sharding of a call over the axes of a mesh: which dims may be sharded.
 
-Each device computes a smaller problem of the same kind, and nothing is gathered:
+Each device computes a smaller problem of the same kind:
 
 - The batch is sharded alike in all operands.
 - The query heads are sharded evenly. A device gets the key heads that its query heads read: some of
@@ -12,25 +12,24 @@ Each device computes a smaller problem of the same kind, and nothing is gathered
 The type of the mesh axes determines what applies the sharding:
 
 - Manual axes (inside ``jax.shard_map``): nothing, because the arrays are already local.
-- Explicit axes: the types have the shardings, and ``explicit.py`` enters ``jax.shard_map``.
-- Auto axes: the compiler has the shardings and calls ``automatic.py``.
+- Explicit axes: the types have the shardings, and ``explicit.py`` enters ``jax.shard_map``. Nothing
+  is gathered: :func:`layout` raises an error.
+- Auto axes: the compiler has the shardings and calls ``automatic.py``. It gathers what cannot stay
+  divided (:func:`fitted`), because nobody may have asked for these shardings.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from jax_memeff._call.operands.arrays import QkvPackedOperands, batch_of, is_varlen, pages_of
-from jax_memeff._call.operands.table import Operand, items, mapped
-from jax_memeff._call.options import Options
-
-Axes = tuple[Any, ...]
-"""Names of mesh axes that one dim is sharded over; empty for none."""
+from jax_memeff._call.operands.table import Operand
+from jax_memeff._sharding.dims import EVEN
+from jax_memeff._sharding.mesh_axes import Axes, MeshAxes
 
 _WHOLE_SEQUENCES = (
     "every device needs whole sequences of keys: shard the batch, the heads or the query's "
@@ -60,9 +59,6 @@ _NOT_SHARDED = {
 }
 """The titles, in messages, of dims that are never sharded, and the remedies."""
 
-_EVEN = {"query_tokens": "even_tokens", "sequences": "even_sequences"}
-"""The names of dims of sequences with the same number of rows each, which may be sharded."""
-
 _SHARDED = {
     "batch": "batch dim",
     "heads": "heads",
@@ -74,17 +70,20 @@ _SHARDED = {
 """The titles of the other dims; :func:`batch_names` gives the names of a batch's axes."""
 
 
-def batch_names(axes: int) -> tuple[str, ...]:
-    """The names of the axes of a batch: those that ``jax.vmap`` added, and the call's own.
-
-    >>> batch_names(3)
-    ('vmap0', 'vmap1', 'batch')
-    """
-    return (*(f"vmap{axis}" for axis in range(axes - 1)), "batch")
-
-
 def _title(dim: str) -> str | None:
     return "axis of jax.vmap" if dim.startswith("vmap") else _SHARDED.get(dim)
+
+
+class Limit(NamedTuple):
+    """A dim of the query that cannot be divided among any number of devices."""
+
+    units: int
+    """The number of devices has to divide it."""
+    text: Callable[[int, str], str]
+    """The message about a number of devices along these mesh axes, with the remedy."""
+
+
+NO_LIMITS: Mapping[str, Limit] = {}
 
 
 class KeyHeadCopies(NamedTuple):
@@ -133,7 +132,7 @@ class Layout(NamedTuple):
     def axes(self, dim: str) -> Axes:
         own = {"heads": self.heads, "key_heads": self.key_heads}
         own |= {"rows": self.rows, "positions": self.rows}
-        own |= dict.fromkeys(_EVEN.values(), self.sequences)
+        own |= dict.fromkeys(EVEN.values(), self.sequences)
         return {**self.batch, **own}.get(dim, ())
 
     def reduced(self, dims: str) -> Axes:
@@ -143,126 +142,82 @@ class Layout(NamedTuple):
         return tuple(axis for axis in sharded if axis not in own)
 
 
-def dims(operands: Any) -> Any:
-    """A tree like the operands, with the names of each array's dims in a string.
-
-    A broadcast dim of size 1 is named ``one``, and so is a single key head.
-    """
-    return mapped(lambda item: named_dims(item.operand, item.array.shape, operands), operands)
-
-
-def named_dims(operand: Operand, shape: tuple[int, ...], operands: Any) -> str:
-    """The names of the dims of an operand with this shape."""
-    names = operand.named_dims(is_varlen(operands)) if shape else ()
-    if names[-1:] == ("...",):
-        # The dims of an array that the user's function reads: every device needs all of them.
-        names = (*names[:-1], *["captured"] * (len(shape) - len(names) + 1))
-    named = itertools.starmap(_named, zip(names, shape, strict=True))
-    return _shardable(" ".join(named), operands)
-
-
-def even_tokens(operands: Any) -> int | None:
-    """The query rows of each sequence of a paged call if sequences may be sharded, else None.
-
-    They may be sharded if all have the same number of rows, and no operand is shared by several
-    sequences, as can happen under ``jax.vmap``.
-    """
-    pages = pages_of(operands)
-    if pages is None or pages.tokens_each is None:
-        return None
-    batch = batch_of(operands)
-    is_even = batch > 1 and all(
-        item.array.shape[0] in (1, batch)
-        for item in items(operands)
-        if item.array.shape and item.operand.varlen_dims[0].startswith("sequences")
-    )
-    return pages.tokens_each if is_even else None
-
-
-def _shardable(names: str, operands: Any) -> str:
-    """The names of dims. Sequences and tokens have other names if they may be sharded. The tokens
-    of a pool always have a name of their own.
-    """
-    renamed = {} if pages_of(operands) is None else {"key_tokens": "pool_tokens"}
-    if even_tokens(operands) is not None:
-        renamed |= _EVEN
-    return " ".join(renamed.get(name, name) for name in names.split())
-
-
-def _named(dim: str, size: int) -> str:
-    if size == 1 and (dim.endswith("|1") or dim == "key_heads"):
-        return "one"
-    return dim.removesuffix("|1")
-
-
-def result_dims(operands: Any) -> tuple[str, str]:
-    """The names of the dims of out and lse."""
-    if is_varlen(operands):
-        return (
-            _shardable("one query_tokens heads value_dim", operands),
-            _shardable("one query_tokens heads", operands),
-        )
-    return "batch rows heads value_dim", "batch rows heads"
-
-
-def forward_dims(operands: Any, options: Options) -> tuple[str, ...]:
-    """The names of the dims of all results of a forward; row maxima have those of lse."""
-    out, lse = result_dims(operands)
-    return (out, lse, lse) if options.row_maxima else (out, lse)
-
-
-def heads_of(operands: Any) -> tuple[int, int]:
-    """The numbers of query heads and of key heads."""
-    if isinstance(operands, QkvPackedOperands):
-        heads = operands.query_key_value.shape[3]
-        return heads, heads
-    return operands.query.shape[2], operands.key.shape[2]
-
-
-def divides_groups(heads: int, key_heads: int, mesh_axes: Sequence[int]) -> bool:
-    """Whether the heads on a device are whole groups, or part of one, over any of the mesh axes.
+def layout(
+    arrays: Sequence[Sharded], mesh: MeshAxes, limits: Mapping[str, Limit] = NO_LIMITS
+) -> Layout:
+    """The sharding of a call, if its operands have the one that it needs.
 
     Args:
-        heads: the number of query heads, K * G.
-        key_heads: K.
-        mesh_axes: the sizes of the mesh axes.
-
-    >>> divides_groups(12, 6, (2, 3)), divides_groups(12, 6, (4,))
-    (True, False)
-    """
-    counts = {1}
-    for size in mesh_axes:
-        counts |= {count * size for count in counts}
-    return all(
-        key_heads % count == 0 or count % key_heads == 0 for count in counts if heads % count == 0
-    )
-
-
-def layout(arrays: Sequence[Sharded], sizes: Mapping[Any, int]) -> Layout:
-    """The sharding of a call, derived from the shardings of its operands.
-
-    Args:
-        arrays: the operands.
-        sizes: the sizes of the mesh axes.
+        arrays: the operands; the query first.
+        mesh: the axes that they are sharded over.
+        limits: see ``local.limits``.
 
     Raises:
         ValueError: a dim that every device needs whole is sharded, a size is not divisible by its
             number of devices, or operands are sharded differently.
     """
+    query, *others = arrays
+    found = _of_query(arrays, mesh)
+    faults = query.faults(mesh, limits)
+    for array in others:
+        faults += array.differences(found, mesh, by_compiler=False).values()
+    if faults:
+        raise ValueError(faults[0])
+    return found
+
+
+class Move(NamedTuple):
+    """What the compiler transfers because an operand is not sharded as the call needs it."""
+
+    reasons: list[str]
+    """One for each dim, with the remedy; none if it moves because the query does."""
+    bytes: int
+    """The size of the part of the operand that each device then has."""
+
+
+def fitted(
+    arrays: Sequence[Sharded], mesh: MeshAxes, limits: Mapping[str, Limit]
+) -> tuple[Layout, list[Move]]:
+    """The nearest sharding in which the call can be computed, and what the compiler transfers.
+
+    The query stays divided as far as its sizes allow, and everything else follows the query.
+
+    Args:
+        arrays: see :func:`layout`.
+        mesh: likewise.
+        limits: likewise.
+
+    Raises:
+        ValueError: a pool is divided by pages.
+    """
+    query, *others = arrays
+    for array in others:
+        if fault := array.fault("pool_tokens", mesh):
+            raise ValueError(fault)
+    found = _of_query((query.fitted(mesh, limits), *others), mesh)
+    moves = []
+    if faults := query.faults(mesh, limits):
+        moves.append(Move(faults, query.bytes_on_device(found, mesh)))
+    for array in others:
+        if differences := array.differences(found, mesh, by_compiler=True):
+            # An operand that is sharded like the query moves because the query does.
+            reasons = [
+                reason
+                for dim, reason in differences.items()
+                if array.spec is None
+                or array.axes(dim) != query.axes("heads" if dim == "key_heads" else dim)
+            ]
+            moves.append(Move(reasons, array.bytes_on_device(found, mesh)))
+    return found, moves
+
+
+def _of_query(arrays: Sequence[Sharded], mesh: MeshAxes) -> Layout:
     query = arrays[0]
     batch = {dim: query.axes(dim) for dim in query.dims if dim == "batch" or dim.startswith("vmap")}
     heads = query.axes("heads")
-    key_heads, copies = _key_heads(arrays, heads, sizes)
+    key_heads, copies = _key_heads(arrays, heads, mesh)
     rows = query.axes("rows") or query.axes("positions")
-    found = Layout(batch, heads, key_heads, rows, query.axes("even_tokens"), copies)
-    for array in arrays:
-        if array.operand.placement == "internal":
-            continue
-        array.check_whole(sizes)
-        if array.operand.placement == "like query":
-            array.check_divisible(found, sizes)
-        array.check_same(found, sizes)
-    return found
+    return Layout(batch, heads, key_heads, rows, query.axes("even_tokens"), copies)
 
 
 class Sharded(NamedTuple):
@@ -272,54 +227,105 @@ class Sharded(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dims: Sequence[str]
-    spec: PartitionSpec
+    spec: PartitionSpec | None
+    """None if it is not over the mesh of the other operands."""
+    itemsize: int = 1
 
     def __str__(self) -> str:
         return f"{self.name} of shape {self.shape}"
 
     def axes(self, dim: str) -> Axes:
-        if dim not in self.dims or self.dims.index(dim) >= len(self.spec):
+        if self.spec is None or dim not in self.dims or self.dims.index(dim) >= len(self.spec):
             return ()
         entry = self.spec[self.dims.index(dim)]
         return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
-    def check_whole(self, sizes: Mapping[Any, int]) -> None:
-        for dim in self.dims:
-            axes = _larger_than_1(self.axes(dim), sizes)
-            if axes and dim in _NOT_SHARDED:
-                title, remedy = _NOT_SHARDED[dim]
-                raise ValueError(f"{self}: its {title} is sharded over {text(axes)}; {remedy}")
+    def faults(self, mesh: MeshAxes, limits: Mapping[str, Limit]) -> list[str]:
+        """Why the query cannot be sharded as it is, with remedies."""
+        if self.spec is None:
+            return [self._on_another_mesh()]
+        return [fault for dim in self.dims if (fault := self.fault(dim, mesh, limits))]
 
-    def check_divisible(self, layout: Layout, sizes: Mapping[Any, int]) -> None:
-        for dim, size in zip(self.dims, self.shape, strict=True):
-            axes = layout.axes(dim)
-            devices = math.prod(sizes[axis] for axis in axes)
-            if size % devices:
-                raise ValueError(
-                    f"{self}: its {_title(dim)}, {size}, cannot be divided by {devices}, the size "
-                    f"of {text(axes)}; pad it, or shard it over fewer devices"
-                )
-
-    def check_same(self, layout: Layout, sizes: Mapping[Any, int]) -> None:
-        may_be_sliced = self.operand.placement == "like query or replicated"
-        for dim in self.dims:
-            if _title(dim) is None:
-                continue
-            axes, expected = (_larger_than_1(x, sizes) for x in (self.axes(dim), layout.axes(dim)))
-            # Slicing an array that every device has transfers nothing.
-            can_slice = may_be_sliced or dim == "key_heads"
-            if axes == expected or (can_slice and axes == expected[: len(axes)]):
-                continue
-            raise ValueError(
-                f"{self}: its {_title(dim)} must be sharded like query's, over {text(expected)}, "
-                f"got {text(axes)}; reshard it to {layout.spec(' '.join(self.dims))}, by "
-                "jax.sharding.reshard over explicit mesh axes and by "
-                "jax.lax.with_sharding_constraint over others"
+    def fault(
+        self, dim: str, mesh: MeshAxes, limits: Mapping[str, Limit] = NO_LIMITS
+    ) -> str | None:
+        axes = mesh.dividing(self.axes(dim))
+        if not axes:
+            return None
+        if dim not in limits and _title(dim) is None:
+            title, remedy = _NOT_SHARDED.get(dim, ("dim", "every device needs all of it"))
+            return f"{self}: its {title} is sharded over {mesh.text(axes)}; {remedy}"
+        devices, size = mesh.devices(axes), self.shape[self.dims.index(dim)]
+        if dim in limits and limits[dim].units % devices:
+            return limits[dim].text(devices, mesh.text(axes))
+        if size % devices:
+            return (
+                f"{self}: its {_title(dim)}, {size}, cannot be divided by {devices}, the size "
+                f"of {mesh.text(axes)}; pad it, or shard it over fewer devices"
             )
+        return None
+
+    def fitted(self, mesh: MeshAxes, limits: Mapping[str, Limit]) -> Sharded:
+        """The query, each dim sharded over as many of its first axes as have no fault."""
+        entries = []
+        for dim in self.dims:
+            axes, before = self.axes(dim), [None] * len(entries)
+            while self._replace(spec=PartitionSpec(*before, axes)).fault(dim, mesh, limits):
+                axes = axes[:-1]
+            entries.append(axes)
+        return self._replace(spec=PartitionSpec(*entries))
+
+    def differences(self, layout: Layout, mesh: MeshAxes, by_compiler: bool) -> dict[str, str]:
+        """Why a call of this layout cannot take the operand as it is sharded, with remedies.
+
+        The reasons are by dim.
+
+        Args:
+            layout: that of the call.
+            mesh: the axes that it is over.
+            by_compiler: whether the compiler chose the sharding. The user is told what it
+                transfers, and slicing an array that every device has transfers nothing.
+        """
+        if self.operand.placement == "internal":
+            return {}
+        if self.spec is None:
+            return {"any": self._on_another_mesh()}
+        may_be_sliced = by_compiler or self.operand.placement == "like query or replicated"
+        remedy = mesh.remedy(layout.spec(" ".join(self.dims)))
+        found = {}
+        for dim in self.dims:
+            axes, expected = mesh.dividing(self.axes(dim)), mesh.dividing(layout.axes(dim))
+            is_wider = axes == expected[: len(axes)]
+            if axes == expected or (is_wider and (may_be_sliced or dim == "key_heads")):
+                continue
+            if _title(dim) is not None:
+                found[dim] = (
+                    f"{self}: its {_title(dim)} must be sharded like query's, over "
+                    f"{mesh.text(expected)}, got {mesh.text(axes)}; {remedy}"
+                )
+            elif by_compiler and self.operand.placement != "like query":
+                found[dim] = (
+                    f"{self}: it is sharded over {mesh.text(axes)} in a dim that every device "
+                    f"needs whole; {remedy}"
+                )
+            elif by_compiler or dim in _NOT_SHARDED:
+                found[dim] = str(self.fault(dim, mesh))
+        return found
+
+    def _on_another_mesh(self) -> str:
+        return (
+            f"{self}: it is not sharded over the mesh of the other operands; constrain all of them "
+            "to one mesh by jax.lax.with_sharding_constraint"
+        )
+
+    def bytes_on_device(self, layout: Layout, mesh: MeshAxes) -> int:
+        """The size of each device's part of the operand."""
+        devices = math.prod(mesh.devices(layout.axes(dim)) for dim in self.dims)
+        return math.prod(self.shape) * self.itemsize // devices
 
 
 def _key_heads(
-    arrays: Sequence[Sharded], heads: Axes, sizes: Mapping[Any, int]
+    arrays: Sequence[Sharded], heads: Axes, mesh: MeshAxes
 ) -> tuple[Axes, KeyHeadCopies | None]:
     """``Layout.key_heads`` and ``Layout.key_head_copies``."""
     array = next((array for array in arrays if "key_heads" in array.dims), None)
@@ -328,26 +334,15 @@ def _key_heads(
     query = arrays[0]
     query_heads = query.shape[query.dims.index("heads")]
     key_heads = array.shape[array.dims.index("key_heads")]
-    devices = math.prod(sizes[axis] for axis in heads)
+    devices = mesh.devices(heads)
     if key_heads % devices == 0:
         return heads, None
     first: Axes = ()
     for axis in heads:
-        if key_heads % math.prod(sizes[axis] for axis in (*first, axis)):
+        if key_heads % mesh.devices((*first, axis)):
             break
         first = (*first, axis)
-    if key_heads == math.prod(sizes[axis] for axis in first):
+    if key_heads == mesh.devices(first):
         return first, None
     copies = KeyHeadCopies(heads[len(first) :], query_heads // devices, query_heads // key_heads)
     return first, copies
-
-
-def _larger_than_1(axes: Axes, sizes: Mapping[Any, int]) -> Axes:
-    return tuple(axis for axis in axes if sizes[axis] > 1)
-
-
-def text(axes: Axes) -> str:
-    if not axes:
-        return "no mesh axis"
-    names = ", ".join(map(repr, axes))
-    return f"mesh axis {names}" if len(axes) == 1 else f"mesh axes ({names})"

@@ -14,8 +14,6 @@ The local arrays of a device are a smaller problem of the same kind, with three 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,39 +23,50 @@ from jax import lax
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.computed_blocks import BLOCK
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands.arrays import batch_of
+from jax_memeff._call.operands.arrays import QkvPackedOperands, batch_of
 from jax_memeff._call.operands.table import Item, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
-from jax_memeff._sharding.alignment import check_alignment, top_left
-from jax_memeff._sharding.layout import KeyHeadCopies, Layout, text
+from jax_memeff._sharding.alignment import UNALIGNABLE, can_align, top_left
+from jax_memeff._sharding.dims import even_tokens
+from jax_memeff._sharding.layout import KeyHeadCopies, Layout, Limit
 
 _KEY_HEADS = 2
 """The dim of the key heads in ``[B, S, K, H]``."""
 
 
-def check_rows(operands: Any, options: Options, devices: int) -> None:
-    """Check that the rows of a call can be divided.
+def limits(operands: Any, options: Options) -> dict[str, Limit]:
+    """The dims of the query that cannot be divided among all divisors of their size.
 
     Args:
         operands: those of all devices.
-        devices: the number of devices among which the rows are divided.
-
-    Raises:
-        ValueError: a device's rows are not a multiple of ``Options.position_multiple``; or a
-            bottom-right window comes with lengths.
+        options: the options of the call.
     """
-    if devices == 1:
-        return
-    check_alignment(operands.mask)
-    rows = operands.scores[2]
-    multiple, cause = options.position_multiple
-    if rows // devices % multiple:
-        raise ValueError(
-            f"query: with {cause} every device needs a multiple of {multiple} rows, got "
-            f"{rows} rows over {devices} devices; pad the sequence, and mask the padding by "
-            "query_seq_lengths"
+    found: dict[str, Limit] = {}
+    if isinstance(operands, QkvPackedOperands):
+        return found
+    rows, (multiple, cause) = operands.scores[2], options.position_multiple
+    if not can_align(operands.mask):
+        found["rows"] = Limit(1, lambda devices, axes: UNALIGNABLE)
+    elif multiple > 1:
+        found["rows"] = Limit(
+            rows // multiple if rows % multiple == 0 else 1,
+            lambda devices, axes: (
+                f"query: with {cause} every device needs a multiple of {multiple} rows, got {rows} "
+                f"rows over {devices} devices; pad the sequence, and mask the padding by "
+                "query_seq_lengths"
+            ),
         )
+    if even_tokens(operands) is not None:
+        sequences = batch_of(operands)
+        found["even_tokens"] = Limit(
+            sequences,
+            lambda devices, axes: (
+                f"query: the number of sequences, {sequences}, cannot be divided by {devices}, the "
+                f"size of {axes}; pad with sequences of length 0"
+            ),
+        )
+    return found
 
 
 def with_positions(operands: Any, layout: Layout, devices: int) -> Any:
@@ -90,20 +99,6 @@ def _own_q_blocks(mask: Mask, first: jax.Array, rows: int) -> tuple[jax.Array, .
         lax.dynamic_slice_in_dim(levels, first // BLOCK, rows // BLOCK, 2)
         for levels in mask.block_masks
     )
-
-
-def check_sequences(operands: Any, layout: Layout, sizes: Mapping[Any, int]) -> None:
-    """Check that the sequences of a paged call can be sharded; the operands are global.
-
-    Raises:
-        ValueError: the number of devices does not divide the number of sequences.
-    """
-    devices = math.prod(sizes[axis] for axis in layout.sequences)
-    if devices > 1 and batch_of(operands) % devices:
-        raise ValueError(
-            f"query: the number of sequences, {batch_of(operands)}, cannot be divided by {devices},"
-            f" the size of {text(layout.sequences)}; pad with sequences of length 0"
-        )
 
 
 def with_own_starts(operands: Any, layout: Layout) -> Any:

@@ -68,7 +68,7 @@ def test_a_ring_of_processes_equals_one_device(devices):
     for code, output, messages in run_together(commands, env):
         assert code == 0, messages
         result = json.loads(output.splitlines()[-1])
-        assert result["devices"] == len(devices) and result["arrays"] == 6
+        assert result["devices"] == len(devices) and result["arrays"] == 7
         assert result["error"] <= sizes(devices).tolerance
 
 

@@ -12,7 +12,7 @@ import paging
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharding_case import gathered
+from sharding_case import gathered, refused_or_gathered
 
 HOST = jax.devices("cpu")[:8]
 auto_and_explicit = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -173,20 +173,31 @@ def test_one_new_token_of_one_sequence(axis_type):
 
 
 @auto_and_explicit
-def test_ragged_tokens_are_not_divided(axis_type):
+def test_ragged_tokens_are_not_divided(axis_type, messages, assert_close):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,), devices=HOST[:4])
     query, *others = case()[:5]
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="packed sequences cannot be cut"):
-        (tokens,) = put(mesh, (P("x"),), [query.reshape(12, 8, 8)])
-        starts = jnp.arange(5) * 3
-        jax.jit(paging.paged_attention).lower(tokens, *others, query_starts=starts).compile()
+    specs = (P("x"), *[P()] * 4)
+    given = put(mesh, specs, [query.reshape(12, 8, 8), *others])
+    call = functools.partial(paging.paged_attention, query_starts=np.arange(5) * 3)
+    message = "query of shape .*packed sequences cannot be cut"
+    refused_or_gathered(axis_type, call, given, message, messages, assert_close)
 
 
-def test_the_tokens_of_a_sequence_are_not_divided():
+def test_the_tokens_of_a_sequence_are_not_divided(messages, assert_close):
+    """Of four devices two have a sequence each."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=HOST[:4])
     query, *others = case(batch=2)[:5]
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="sequences, 2, cannot be divided by"):
-        given = put(mesh, (P("x", "y"), *[P()] * 4), [query[:, :2], *others])
+    given = put(mesh, (P("x", "y"), *[P()] * 4), [query[:, :2], *others])
+    call = functools.partial(paging.paged_attention)
+    message = "the number of sequences, 2, cannot be divided by 4"
+    refused_or_gathered(AxisType.Auto, call, given, message, messages, assert_close)
+
+
+def test_an_automatic_pool_is_not_divided_by_pages():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=HOST[:4])
+    given = put(mesh, (P(), P("x"), P("x"), P(), P()), case()[:5])
+    # The message is not wrapped in an error of XLA.
+    with pytest.raises(ValueError, match=r"^key of shape .* cannot be divided by pages: shard"):
         jax.jit(paging.paged_attention).lower(*given).compile()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from several_devices import ON_HOST, Devices, shape_of, transfers
 
@@ -64,6 +66,22 @@ def run(function, *operands):
     """The results of a function, compiled for sharded operands, and its HLO."""
     compiled = function.lower(*operands).compile()
     return compiled(*operands), compiled.as_text() or ""
+
+
+def refused_or_gathered(axis_type, function, operands, message, messages, assert_close):
+    """Explicit axes raise this message; under automatic ones the call runs, and it is logged.
+
+    Args:
+        operands: sharded.
+        messages: the fixture.
+    """
+    if axis_type == AxisType.Explicit:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            jax.jit(function).lower(*operands)
+        return
+    got = jax.jit(function)(*operands)
+    assert_close(got, jax.jit(function)(*(np.asarray(x) for x in operands)))
+    assert any(re.search(f" bytes. .*{message}", text) for text in messages())
 
 
 def gathered(hlo):
