@@ -287,7 +287,8 @@ def call_site() -> str:
             continue
         if not frame.file_name.startswith(_PACKAGE):
             return f"{called} at {frame.file_name}:{frame.line_num}"
-        called = frame.function_name
+        if "<locals>" not in frame.function_name:  # no wrapper
+            called = frame.function_name
     return called
 
 

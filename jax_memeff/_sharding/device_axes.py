@@ -45,28 +45,35 @@ def strides_of_dims(devices: np.ndarray, rank: int) -> list[list[Stride]] | None
     >>> strides_of_dims(np.arange(8).reshape(2, 2, 2).transpose(2, 0, 1).reshape(2, 4), 2)
     [[Stride(size=2, stride=1)], [Stride(size=4, stride=2)]]
     """
-    alone = [
+    along = [
         devices[tuple(slice(None) if other == dim else 0 for other in range(devices.ndim))]
         for dim in range(devices.ndim)
     ]
-    if not np.array_equal(sum(np.ix_(*alone)), devices):
-        return None
-    found = list(map(_strides, alone[:rank]))
-    return None if None in found else found  # pyright: ignore[reportReturnType]
+    found = [_strides(numbers) for numbers in along[:rank]]
+    expected = [_numbers(strides) for strides in found] + along[rank:]
+    return found if np.array_equal(sum(np.ix_(*expected)), devices) else None
 
 
-def _strides(numbers: np.ndarray) -> list[Stride] | None:
-    """The strides in which the numbers increase from 0."""
+def _strides(numbers: np.ndarray) -> list[Stride]:
+    """The strides in which the numbers increase from 0, as far as they do."""
     found: list[Stride] = []
     while len(numbers) > 1:
         stride = int(numbers[1])
-        regular = numbers == stride * np.arange(len(numbers))
-        size = len(numbers) if regular.all() else int(np.argmin(regular))
-        if numbers[0] or stride <= 0 or len(numbers) % size:
-            return None
+        is_regular = numbers == stride * np.arange(len(numbers))
+        size = len(numbers) if is_regular.all() else int(np.argmin(is_regular))
+        if stride < 1 or size < 2:
+            break
         found.insert(0, Stride(size, stride))
         numbers = numbers[::size]
     return found
+
+
+def _numbers(strides: Iterable[Stride]) -> np.ndarray:
+    """The inverse of :func:`_strides`."""
+    numbers = np.zeros(1, int)
+    for size, stride in strides:
+        numbers = np.add.outer(numbers, stride * np.arange(size)).ravel()
+    return numbers
 
 
 class DeviceAxes(MeshAxes):

@@ -194,7 +194,11 @@ def fitted(
     for array in others:
         if fault := array.fault("pool_tokens", mesh):
             raise ValueError(fault)
-    found = _of_query((query.fitted(mesh, limits), *others), mesh)
+    own = query.fitted(mesh, limits)
+    found = _of_query((own, *others), mesh)
+    follows = {dim: query.axes(dim) for dim in query.dims if query.axes(dim) != own.axes(dim)}
+    if "heads" in follows:
+        follows["key_heads"] = follows["heads"]
     moves = []
     if faults := query.faults(mesh, limits):
         moves.append(Move(faults, query.bytes_on_device(found, mesh)))
@@ -204,8 +208,7 @@ def fitted(
             reasons = [
                 reason
                 for dim, reason in differences.items()
-                if array.spec is None
-                or array.axes(dim) != query.axes("heads" if dim == "key_heads" else dim)
+                if dim not in follows or array.axes(dim) != follows[dim]
             ]
             moves.append(Move(reasons, array.bytes_on_device(found, mesh)))
     return found, moves
@@ -299,7 +302,7 @@ class Sharded(NamedTuple):
             if axes == expected or (is_wider and (may_be_sliced or dim == "key_heads")):
                 continue
             if _title(dim) is not None:
-                found[dim] = (
+                found[dim] = self.fault(dim, mesh) or (
                     f"{self}: its {_title(dim)} must be sharded like query's, over "
                     f"{mesh.text(expected)}, got {mesh.text(axes)}; {remedy}"
                 )

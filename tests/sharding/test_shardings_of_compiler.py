@@ -218,6 +218,23 @@ def test_a_message_is_logged_once_for_each_call(messages):
     assert f": each device gathers {6 * T * N * H * 4 // 2:,} bytes. query of" in texts[0]
 
 
+def test_key_heads_that_the_devices_do_not_divide(messages, assert_close):
+    """The query stays divided over all of them."""
+    query, (key, value) = arrays()[0], (x[:, :, :2] for x in arrays()[1:])
+    heads = NamedSharding(mesh_of(AUTO, HOST), P(None, None, "data"))
+
+    @jax.jit
+    def call(*operands):
+        return jnp.tanh(dot_product_attention(*(constrained(x, heads) for x in operands)))
+
+    got, hlo = run(call, query, key, value)
+    assert_close(got, jnp.tanh(of_jax(query, key, value)))
+    assert f"f32[{B},{T},1,{H}]" in hlo
+    (text,) = messages()
+    assert "query" not in text
+    assert "key of shape (4, 16, 2, 8): its heads, 2, cannot be divided by 4, the size of " in text
+
+
 @pytest.mark.parametrize("shape, heads", [((2, 4), 6), ((1, 8), 12)], ids=["6 over 4", "12 over 8"])
 def test_heads_of_a_sharded_projection(shape, heads, messages, assert_close):
     """The compiler shards the heads over a part of the mesh axis, and they stay there."""
