@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.extend.random import define_prng_impl
 
 import jax_memeff
 from jax_memeff._call import dropout
@@ -177,7 +178,7 @@ def test_typed_and_legacy_keys(partitionable):
 
 def test_keys_of_a_generator_that_jax_does_not_have():
     """Then the contract is that of ``jax.random.bits``."""
-    generator = jax.extend.random.define_prng_impl(
+    generator = define_prng_impl(
         key_shape=(3,),
         seed=lambda seed: jnp.stack([seed, seed, seed]).astype(jnp.uint32),
         split=lambda key, shape: jnp.broadcast_to(key, (*shape, 3)),
