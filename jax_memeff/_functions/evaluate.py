@@ -12,7 +12,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jax_memeff._functions.canonical import needed
-from jax_memeff._functions.operations import apply
+from jax_memeff._functions.operations import apply, apply_rounded
+from jax_memeff.codegen.functions.operations import exact_values
 from jax_memeff.codegen.functions.program import INPUTS, Program, Value
 
 ArrayLike = Any
@@ -129,6 +130,7 @@ class _Given:
         # Sizes may be symbolic in an exported program.
         self.shape = jnp.broadcast_shapes(*(x.shape for x in named.values()))
         self._program = program
+        self._exact = exact_values(program)
         self._known: dict[int, Any] = {}
         for index, value in enumerate(program.values):
             if value.op in INPUTS:
@@ -153,7 +155,8 @@ class _Given:
                 number = self._program.literals[value.param("index")]
                 known[index] = np.asarray(number, value.dtype)
             else:
-                known[index] = apply(value, [known[arg] for arg in value.args])
+                operation = apply_rounded if index in self._exact else apply
+                known[index] = operation(value, [known[arg] for arg in value.args])
         return [known[index] for index in wanted]
 
     def parts(self) -> tuple[list[Any], dict[int, Any]]:

@@ -237,3 +237,48 @@ def test_arguments_that_are_mixed_up():
     mask: Any = Mask.causal()
     with pytest.raises(TypeError, match="got a Mask; pass mask="):
         dot_product_attention(QUERY, KEY, VALUE, score_mod=mask)
+
+
+def test_one_answer_for_quotients():
+    """XLA multiplies by the reciprocal of a broadcast divisor, so that 41 / 41 is below 1."""
+    size, page = 128, 16
+    numbers = np.random.default_rng(4).uniform(0.5, 2, size).astype(np.float32)
+    weights = np.where(np.arange(size) < 90, np.float32(41), numbers)
+    want = weights[None, :] / weights[:, None] >= 1
+    query, key, value = draw(5, size, 1, H), draw(6, size, 1, H), np.eye(size)[:, None, :]
+    arrays = tuple(jax.device_put(np.asarray(x, np.float32)) for x in (query, key, value))
+    pages = (x.reshape(size // page, page, 1, -1) for x in arrays[1:])
+
+    @jax.jit
+    def selected(weights, query, key, value, key_pages, value_pages):
+        """Which elements of the scores are valid in each call: value selects a column."""
+        mask = Mask.function(lambda b, h, q, k: weights[k] / weights[q] >= 1)
+        one = jnp.array([0, size])
+        packed = query, key, value, one, one, size, size
+        table = jnp.arange(size // page)[None, :]
+        paged = jax_memeff.paged_attention(
+            query,
+            key_pages,
+            value_pages,
+            table,
+            one[1:],
+            query_starts=one,
+            max_query_length=size,
+            mask=mask,
+            is_causal=False,
+        )
+
+        def attention(value):
+            return dot_product_attention(query, key, value, mask=mask)
+
+        gradient = jax.vjp(attention, value)[1](jnp.eye(size)[:, None, :])[0]
+        return {
+            "as_array": mask.as_array(1, 1, size, size)[0, 0],
+            "output": attention(value)[:, 0] > 0,
+            "gradient": gradient[:, 0].T > 0,
+            "packed": jax_memeff.varlen_attention(*packed, mask=mask)[:, 0] > 0,
+            "paged": paged[:, 0] > 0,
+        }
+
+    for name, valid in selected(weights, *arrays, *pages).items():
+        np.testing.assert_array_equal(valid, want, err_msg=name)

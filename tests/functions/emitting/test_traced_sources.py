@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import compiled_programs
@@ -13,6 +14,7 @@ import pytest
 from compiled_programs import BATCH_INDEX, POINT, Case, Evaluated
 from random_programs import VMAP
 
+from jax_memeff._functions.evaluate import evaluate
 from jax_memeff._functions.trace import traced_mask_function, traced_score_function
 
 POINTS = 40
@@ -191,3 +193,123 @@ def test_mask_functions(compiled, name):
     want = jax.vmap(MASKS[name].make(*own))(*(given[name] for name in INDICES))
     np.testing.assert_array_equal(found.results[:, 0].astype(bool), want)
     assert 0 < np.count_nonzero(want) < POINTS
+
+
+SIDE = 130
+WEIGHTS = np.random.default_rng(0).uniform(0.5, 2, SIDE).astype(np.float32)
+
+IN_NUMPY = SimpleNamespace(
+    floor=np.floor,
+    fmod=np.fmod,
+    sqrt=np.sqrt,
+    square=np.square,
+    # Products from the first power of two on, as lax.integer_pow multiplies them.
+    power_3=lambda x: x * (x * x),
+    power_5=lambda x: x * ((x * x) * (x * x)),
+    power_minus_2=lambda x: 1 / (x * x),
+)
+IN_JAX = SimpleNamespace(
+    floor=jnp.floor,
+    fmod=jnp.fmod,
+    sqrt=jnp.sqrt,
+    square=jnp.square,
+    power_3=lambda x: x**3,
+    power_5=lambda x: x**5,
+    power_minus_2=lambda x: x**-2,
+)
+
+# Functions whose results XLA would round differently than IEEE 754 does. They take a namespace of
+# functions, the float32 positions of query and key, and the float32 weights of both.
+ROUNDED: dict[str, Callable[[Any, Any, Any, Any, Any], Any]] = {
+    "quotient": lambda xp, q, k, a, b: b / a,
+    "quotient of positions": lambda xp, q, k, a, b: q / (k + 1),
+    "quotient by a number": lambda xp, q, k, a, b: (q - k) / 49,
+    "floor of a quotient": lambda xp, q, k, a, b: xp.floor((q - k) / 0.7),
+    "quotient of quotients": lambda xp, q, k, a, b: (a / b) / (b / (q + 1)),
+    "quotient by a quotient": lambda xp, q, k, a, b: a / (b / (k + 3)),
+    "quotient by two numbers": lambda xp, q, k, a, b: a * b / 3.3 / 0.7,
+    "quotient by large numbers": lambda xp, q, k, a, b: (a * 1e38) / (b * 1e38),
+    "quotient by a root": lambda xp, q, k, a, b: b / xp.sqrt(a),
+    "product of roots": lambda xp, q, k, a, b: xp.sqrt(a) * xp.sqrt(a) + 0 * k,
+    "product with numbers": lambda xp, q, k, a, b: a * b * 0.1 * 0.3,
+    "sum with numbers": lambda xp, q, k, a, b: a * b + 0.1 + 0.3,
+    "difference with numbers": lambda xp, q, k, a, b: a - b - 0.1 - 0.3,
+    "product in a sum": lambda xp, q, k, a, b: a * b + b * q,
+    "product in a difference": lambda xp, q, k, a, b: 0.3 * q - 0.1 * k,
+    "negative product in a sum": lambda xp, q, k, a, b: -(a * b) + b,
+    "common factor": lambda xp, q, k, a, b: a * (q + k) + b * (q + k),
+    "square in a sum": lambda xp, q, k, a, b: xp.square(a - b) - a,
+    "power in a sum": lambda xp, q, k, a, b: xp.power_3(a) + xp.power_5(b),
+    "negative power": lambda xp, q, k, a, b: b * xp.power_minus_2(a),
+    "remainder": lambda xp, q, k, a, b: xp.fmod(q * b, a),
+}
+
+
+def rounded_in_numpy(name: str) -> np.ndarray:
+    """The function of all pairs in NumPy: float32[SIDE, SIDE]."""
+    positions = np.arange(SIDE, dtype=np.float32)
+    pairs = positions[:, None], positions[None, :], WEIGHTS[:, None], WEIGHTS[None, :]
+    found = ROUNDED[name](IN_NUMPY, *pairs)
+    assert found.dtype == np.float32
+    return np.broadcast_to(found, (SIDE, SIDE))
+
+
+def is_rounded(name: str, weights: Any, table: Any) -> Callable[..., Any]:
+    """A mask function: whether the function has the bits of ``rounded_in_numpy`` for a pair.
+
+    Args:
+        weights: ``WEIGHTS``, as an array of JAX.
+        table: ``rounded_in_numpy(name)``, as an array of JAX.
+    """
+
+    def holds(b: Any, h: Any, q: Any, k: Any) -> Any:
+        positions = q.astype(jnp.float32), k.astype(jnp.float32)
+        return ROUNDED[name](IN_JAX, *positions, weights[q], weights[k]) == table[q, k]
+
+    return holds
+
+
+# The tests' programs are compiled without most optimizations, and these are the subject here.
+OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+
+def is_rounded_everywhere(name: str) -> bool:
+    """Whether a compiled program of JAX rounds the function of all pairs as NumPy does."""
+
+    def mask(weights: Any, table: Any) -> jax.Array:
+        program, arrays = traced_mask_function(is_rounded(name, weights, table))
+        places = jnp.arange(SIDE)
+        return evaluate(program, None, 0, 0, places[:, None], places[None, :], arrays)
+
+    arrays = jax.device_put(WEIGHTS), jax.device_put(rounded_in_numpy(name))
+    return bool(np.asarray(jax.jit(mask).lower(*arrays).compile(OPTIMIZED)(*arrays)).all())
+
+
+@pytest.mark.quick("quotient", "square in a sum")
+@pytest.mark.parametrize("name", ROUNDED)
+def test_xla_rounds_as_ieee_754_says(name):
+    assert is_rounded_everywhere(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROUNDED)
+def test_xla_rounds_as_ieee_754_says_on_a_gpu(name):
+    assert is_rounded_everywhere(name)
+
+
+def test_kernels_round_as_ieee_754_says():
+    cases = []
+    for name in ROUNDED:
+        table = jnp.asarray(rounded_in_numpy(name))
+        program, arrays = traced_mask_function(is_rounded(name, jnp.asarray(WEIGHTS), table))
+        own = [np.broadcast_to(array, (VMAP, *array.shape)).copy() for array in arrays]
+        cases.append(Case(program, False, own))
+    given = np.zeros(1000, POINT)
+    for name in ("query", "key"):
+        given[name] = np.random.default_rng(len(name)).integers(0, SIDE, 1000)
+    evaluated = compiled_programs.evaluate(cases, given)
+    wrong = {
+        name: 1000 - np.count_nonzero(found.results[:, 0])
+        for name, found in zip(ROUNDED, evaluated, strict=True)
+    }
+    assert not any(wrong.values()), wrong
