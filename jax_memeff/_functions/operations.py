@@ -184,27 +184,31 @@ def _power(x: jax.Array, exponent: int) -> jax.Array:
 def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
     """The quotient; that of XLA if an operand or the result is zero, subnormal or not finite."""
     info = jnp.finfo(a.dtype)
+    bias = 2 ** (info.nexp - 1) - 1
     one = 1 << info.nmant  # the leading bit of a significand
     x, y = _bits(a), _bits(b)
     dividend, divisor = ((bits & (one - 1)) | one for bits in (x, y))
-    is_below_1 = (dividend < divisor).astype(x.dtype)
+    is_below_1 = dividend < divisor
+
+    to_float = (bias - 1) << info.nmant  # makes floats between 1 and 2 of significands
+    numerator, denominator = (_float(n + to_float, a.dtype) for n in (dividend, divisor))
+    estimate = numerator / denominator
+    found = _bits(jnp.where(is_below_1, 2 * estimate, estimate)) - to_float
 
     # Integers of the size of a float hold neither the shifted dividend nor the product, but their
     # difference fits: both wrap around alike.
-    numerator, denominator = (n.astype(a.dtype) for n in (dividend, divisor))
-    scale = (one << is_below_1).astype(a.dtype)
-    found = (numerator / denominator * scale).astype(x.dtype)
-    remainder = (dividend << (info.nmant + is_below_1)) - found * divisor
-    # XLA's quotients are off by a few units, the first one of the significand, the second one of
-    # its own last place. So the remainder is now within one divisor.
-    step = jnp.round(remainder.astype(a.dtype) / denominator).astype(x.dtype)
+    shift = info.nmant + is_below_1.astype(x.dtype)
+    remainder = (dividend << shift) - found * divisor
+    # XLA's quotients are off by a few units: the first one by as many divisors in the remainder,
+    # the next one by a part of a divisor. Then the nearest integer is found or its neighbour.
+    step = jnp.round(remainder.astype(a.dtype) / divisor.astype(a.dtype)).astype(x.dtype)
     found, remainder = found + step, remainder - step * divisor
     # A quotient of two significands never lies halfway between two others.
     found += (2 * remainder > divisor).astype(x.dtype) - (2 * remainder < -divisor).astype(x.dtype)
 
-    infinite = 2**info.nexp - 1  # the exponent of infinity and NaN
+    infinite = 2 * bias + 1  # the exponent of infinity and NaN
     exponents = [(bits >> info.nmant) & infinite for bits in (x, y)]
-    exponent = exponents[0] - exponents[1] + infinite // 2 - is_below_1
+    exponent = exponents[0] - exponents[1] + bias + info.nmant - shift
     are_normal = ((n > 0) & (n < infinite) for n in (*exponents, exponent))
     magnitude = _float((exponent << info.nmant) + (found - one), a.dtype)
     return jnp.where(
