@@ -205,10 +205,11 @@ def _row_arrays(
     """The per-row arrays of the tiles: ``dout``, the logsumexp, and ``rowsum(dout * out) - dlse``.
 
     The last one is D in the paper, which is subtracted from dP in every element of the row. All are
-    grouped by key heads. In rows that are not live, the logsumexp is inf and the others are 0.
+    grouped by key heads. In rows that are not live, the logsumexp is inf, D is 0, and ``dout`` is
+    multiplied by probabilities of 0.
     """
     dtype, kv_heads = problem.accumulator, problem.key.shape[1]
-    dout = jnp.where(row_is_live[..., None], dout, 0)
+    dout = jnp.where(rows_within_lengths(problem.operands.mask, lse)[..., None], dout, 0)
     row_term = jnp.sum(dout.astype(dtype) * out.astype(dtype), -1)
     row_term = jnp.where(row_is_live, row_term, 0)
     if dlse is not None:
@@ -247,11 +248,21 @@ def _captured_sums(problem: Problem, needs_grad: NeedsGrad) -> tuple[jax.Array |
 def live_rows(mask: Mask, lse: jax.Array) -> jax.Array:
     """bool[B, T, N]: the rows that have gradients.
 
-    The values of other rows must not reach any result. The backward sets their logsumexp to inf,
-    which makes their probabilities 0.
+    The backward sets the logsumexp of other rows to inf, which makes their probabilities 0.
     """
-    live = has_probabilities(lse)
-    lengths = mask.query_lengths
-    if lengths is None:
-        return live
-    return live & (lax.broadcasted_iota(jnp.int32, lse.shape, 1) < lengths[:, None, None])
+    return has_probabilities(lse) & rows_within_lengths(mask, lse)
+
+
+def rows_within_lengths(mask: Mask, lse: jax.Array) -> jax.Array:
+    """bool, broadcasts to [B, T, N]: the rows whose values may reach a result.
+
+    Within the lengths, a fully masked row has probabilities of 0, as in kernels, and 0 * NaN is
+    NaN. To test each row for keys, kernels would have to read the output gradient once more.
+    """
+    within = jnp.ones((1, 1, 1), bool)
+    if mask.query_lengths is not None:
+        row = lax.broadcasted_iota(jnp.int32, lse.shape, 1)
+        within &= row < mask.query_lengths[:, None, None]
+    if mask.key_lengths is not None:
+        within &= mask.key_lengths[:, None, None] > 0
+    return within

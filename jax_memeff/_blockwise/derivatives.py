@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._blockwise import varlen as blockwise_varlen
-from jax_memeff._blockwise.backward import live_rows
+from jax_memeff._blockwise.backward import live_rows, rows_within_lengths
 from jax_memeff._blockwise.blocks import Blocks
 from jax_memeff._blockwise.tiles import Problem, dot, grouped, select, ungrouped, when
 from jax_memeff._call import sinks
@@ -84,7 +84,8 @@ def backward(
 ) -> list[jax.Array]:
     """The needed gradients, in the form of ``attention_bwd``'s results."""
     is_live = live_rows(operands.mask, lse)
-    dout = jnp.where(is_live[..., None], dout, 0).astype(lse.dtype)
+    is_given = rows_within_lengths(operands.mask, lse)
+    dout = jnp.where(is_given[..., None], dout, 0).astype(lse.dtype)
     row_term = jnp.where(is_live, -jnp.sum(dout * out.astype(lse.dtype), -1), 0)
     if dlse is not None:
         row_term = row_term + jnp.where(is_live, dlse, 0)

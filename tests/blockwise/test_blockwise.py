@@ -190,6 +190,18 @@ def test_rows_without_keys(reason):
     want = oracle.answer(operands, options, dout, dlse)
     for field in ("query", "key", "value"):
         oracle.check(f"d{field}", getattr(gradients, field), getattr(want, field))
+    # The gradient at the output must be finite, because it is multiplied by probabilities of 0, and
+    # 0 * NaN is NaN. Tiles without valid elements are skipped, and so are batch indices without
+    # keys.
+    nan = np.array(dout)
+    nan[0, 2, 0, 1] = np.nan
+    spoiled = run(operands, options, nan, dlse)[2]
+    for field in ("query", "key", "value"):
+        clean, found = (np.array(getattr(x, field)) for x in (gradients, spoiled))
+        place = {"query": np.s_[0, 2, 0], "key": np.s_[0, :, 0], "value": np.s_[0, :, 0, 1]}[field]
+        assert np.isnan(found[place]).any() == (reason != "lengths")
+        found[place] = clean[place]
+        np.testing.assert_allclose(found, clean, atol=1e-6)
 
 
 @jax.jit(static_argnames="options", compiler_options=UNOPTIMISED)

@@ -20,6 +20,7 @@ import test_kernels
 import wide_range
 from attention_case import Case, passed, run_case
 from emulated_runs import DETERMINISTIC, SM80, SM90, Run
+from kernel_cases import BOTTOM_RIGHT
 from oracle_checks import assert_results_match
 
 from jax_memeff._call.operands.arrays import Operands
@@ -135,6 +136,39 @@ def test_a_sink_of_infinity_is_the_limit_of_huge_ones(machine):
     (out_in_the_limit, _), others = in_the_limit
     np.testing.assert_array_equal(out_in_the_limit, out)
     jax.tree.map(np.testing.assert_array_equal, others, gradients)
+
+
+# The first ten rows of the second sequence have no keys, and share a tile with rows that have some.
+WITHOUT_KEYS = Case(B=2, T=70, S=90, N=4, K=2, lengths=((70, 90), (60, 50)), **BOTTOM_RIGHT)
+
+
+def gradients_of_nan(run):
+    """The gradients with NaN in the cotangents of a row without keys. Runs in the process of
+    ``machine`` too.
+    """
+    operands, dout, dlse = run.case.arrays()
+    dout[1, 3, 0, 5] = dlse[1, 3, 0] = np.nan
+    _, (*gradients, _, _) = run_case(run.case, operands, dout, dlse)
+    return [np.asarray(x, np.float32) for x in gradients]
+
+
+def gradients_of_nan_in_kernels(run):
+    run.start()
+    with run.strategy():
+        return gradients_of_nan(run)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_nan_in_the_cotangent_of_a_row_without_keys(arch, machine):
+    """The row has probabilities of 0, and 0 * NaN is NaN: the same in kernels and in plain JAX."""
+    run = Run(WITHOUT_KEYS, arch)
+    found = machine.submit(gradients_of_nan_in_kernels, run).result(timeout=600)
+    for got, want in zip(found, gradients_of_nan(run), strict=True):
+        np.testing.assert_allclose(got, want, atol=0.05, equal_nan=True)
+    dquery, dkey, dvalue = (np.argwhere(np.isnan(x)) for x in found)
+    np.testing.assert_array_equal(np.unique(dquery[:, :3], axis=0), [[1, 3, 0]])
+    for changed in (dkey, dvalue):  # of its head in its sequence
+        np.testing.assert_array_equal(np.unique(changed[:, [0, 2]], axis=0), [[1, 0]])
 
 
 def error_on_another_device(run, arch):
