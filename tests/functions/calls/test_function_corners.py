@@ -232,6 +232,24 @@ def mapped_window() -> Corner:
     return Corner(ours, defined, (jnp.array([3.0, 50.0]), *three()))
 
 
+def rounding() -> Corner:
+    """Every element is valid, but none would be if the block mask added 0.1 and 0.3 first."""
+    numbers = np.random.default_rng(3).uniform(0.5, 2, 20 * S).astype(np.float32)
+    terms = np.float32([0.1, 0.3])
+    sums = numbers + terms[0] + terms[1]
+    chosen = np.flatnonzero(sums != numbers + (terms[0] + terms[1]))[:S]
+    weights, wanted = jnp.asarray(numbers[chosen]), jnp.asarray(sums[chosen])
+
+    def valid(b, h, q, k):
+        return weights[k] + terms[0] + terms[1] == wanted[k]
+
+    return Corner(
+        lambda *qkv: dot_product_attention(*qkv, mask=Mask.function(valid)),
+        lambda *qkv: dense(qkv, None, True),
+        three(),
+    )
+
+
 CORNERS: dict[str, tuple[Callable[[], Corner], str]] = {
     "packed projections": (packed_projections, "sm_90a"),
     "offsets": (offsets, "sm_80"),
@@ -243,6 +261,7 @@ CORNERS: dict[str, tuple[Callable[[], Corner], str]] = {
     "infinite and nan": (infinite_and_nan, "sm_90a"),
     "traced window": (traced_window, "sm_90a"),
     "mapped window": (mapped_window, "sm_80"),
+    "rounding": (rounding, "sm_80"),
 }
 
 

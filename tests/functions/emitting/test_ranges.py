@@ -70,62 +70,49 @@ def test_signs_of_integers_lie_within_bounds(op, dtype):
             assert of_elements.max().item() <= high, elements
 
 
-def fma(a: float, b: float, c: float) -> np.float32:
-    """a * b + c, rounded once: float64 holds the sums of this test."""
-    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
-
-
 FACTOR = 1 + 2.0**-12
 ROUNDED = np.float32(FACTOR) * np.float32(FACTOR)
+TERMS = np.float32([0.1, 0.3])
+SUM = np.float32(FACTOR) + TERMS[0] + TERMS[1]
 MASKS = {
-    "product + constant": lambda x, y, h, k: y[h] * x[k] - ROUNDED <= 0,
-    "constant - product": lambda x, y, h, k: ROUNDED - x[k] * y[h] >= 0,
-    "negated": lambda x, y, h, k: ROUNDED + -(x[k] * y[h]) >= 0,
-    "square": lambda x, y, h, k: x[k] * x[k] - ROUNDED <= 0,
-    "product of a head": lambda x, y, h, k: y[h] * y[h] - (ROUNDED + (FACTOR - x[k])) <= 0,
+    # A fused product, FACTOR**2 without rounding, is above ROUNDED.
+    "product + constant": (lambda x, y, h, k: y[h] * x[k] - ROUNDED <= 0, range(3), (True, True)),
+    "constant - product": (lambda x, y, h, k: ROUNDED - x[k] * y[h] >= 0, range(3), (True, True)),
+    "negated": (lambda x, y, h, k: ROUNDED + -(x[k] * y[h]) >= 0, range(3), (True, True)),
+    "square": (lambda x, y, h, k: x[k] * x[k] - ROUNDED <= 0, range(3), (True, True)),
+    "product of a head": (
+        lambda x, y, h, k: y[h] * y[h] - (ROUNDED + (FACTOR - x[k])) <= 0,
+        range(3),
+        (True, True),
+    ),
+    "product of an element": (lambda x, y, h, k: y[h] * x[k] <= ROUNDED, [2], (True, True)),
+    # 0.1 and 0.3 are not added first.
+    "sum": (lambda x, y, h, k: x[k] + TERMS[0] + TERMS[1] == SUM, [2], (True, True)),
+    # 82 times the reciprocal of 41 is below 2.
+    "quotient": (lambda x, y, h, k: jnp.floor(k / 41.0) == 1, range(64, 83), (False, True)),
+    "quotient of an element": (lambda x, y, h, k: k / 41.0 < 2, [82], (False, False)),
+    "quotient of two": (lambda x, y, h, k: k / 41.0 < 2, range(64, 82), (True, True)),
+    "negative power": (lambda x, y, h, k: x[k] ** -2 * ROUNDED == 1, [2], (True, True)),
+    # Each library has its own exponentials.
+    "exponential": (
+        lambda x, y, h, k: jnp.exp(x[k]) <= np.exp(np.float32(FACTOR)),
+        [2],
+        (False, True),
+    ),
 }
-"""Functions that hold everywhere if products are rounded, and not at the last column if fused."""
+"""Functions, the columns of a tile, and whether all and whether any of them are valid."""
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_bounds_decide_nothing_by_the_rounding_of_a_product(name):
-    assert ROUNDED == 1 + 2.0**-11
-    assert fma(FACTOR, FACTOR, -float(ROUNDED)) == 2.0**-24
-    x, y = jnp.array([1.0, 1.0, FACTOR]), jnp.array([FACTOR])
-    mask = MASKS[name]
-    program, arrays = traced_mask_function(lambda b, h, q, k: mask(x, y, h, k))
-    captured = [Captured(array[None], None) for array in arrays]
-    zero = Range.exact(jnp.int32(0))
-    columns = Range(jnp.int32(0), jnp.int32(2), 2)
-    inputs = {"batch": zero, "head": zero, "query": zero, "key": columns}
-    found = evaluate(program, inputs, captured)
-    assert not found.low, "decided"
-    assert found.high
-
-
-def test_sums_of_other_floats_are_not_widened():
-    tile, one = Range(jnp.float32(1), jnp.float32(3)), Range.exact(jnp.float32(1))
-    found = applied(Value("sub", "float32"), [tile, one], [None, 1.0])
-    assert (found.low, found.high) == (0, 2)
-
-
-LAST_BITS = {
-    "quotient": (lambda x, y, h, k: jnp.floor(k / 41.0) == 1, range(64, 83)),
-    "quotient of an element": (lambda x, y, h, k: k / 41.0 < 2, [82]),
-    "product of an element": (lambda x, y, h, k: y[h] * x[k] - ROUNDED <= 0, [2]),
-    "exponential": (lambda x, y, h, k: jnp.exp(x[k]) <= np.exp(np.float32(FACTOR)), [2]),
-}
-"""Functions with the columns of a tile. The last column is valid in XLA or in kernels, not both."""
-
-
-@pytest.mark.parametrize("name", LAST_BITS)
-def test_bounds_decide_nothing_by_the_last_bits_of_a_float(name):
-    mask, columns = LAST_BITS[name]
+def test_bounds_of_floats_are_rounded_as_elements_are(name):
+    assert ROUNDED == 1 + 2.0**-11 != FACTOR**2
+    assert np.float32(FACTOR) + (TERMS[0] + TERMS[1]) != SUM
+    mask, columns, decided = MASKS[name]
     x, y = jnp.array([1.0, 1.0, FACTOR]), jnp.array([FACTOR])
     program, arrays = traced_mask_function(lambda b, h, q, k: mask(x, y, h, k))
 
-    @jax.jit  # XLA replaces only divisions by constants, which eager calls do not have
-    def decided(first, last):
+    @jax.jit  # XLA changes only operations that are compiled together
+    def bounds(first, last, arrays):
         exact = len(columns) == 1
         key = Range.exact(first) if exact else Range(first, last, len(columns) - 1)
         zero = Range.exact(jnp.int32(0))
@@ -133,21 +120,14 @@ def test_bounds_decide_nothing_by_the_last_bits_of_a_float(name):
         found = evaluate(program, inputs, [Captured(array[None], None) for array in arrays])
         return found.low, found.high
 
-    low, high = decided(*(jnp.int32(column) for column in (columns[0], columns[-1])))
-    assert not low, "all elements are valid"
-    assert high, "no element is valid"
+    found = bounds(*(jnp.int32(column) for column in (columns[0], columns[-1])), arrays)
+    assert tuple(map(bool, found)) == decided
 
 
-@pytest.mark.parametrize("name", ["k / 32 < 2", "2 * k - 126 < 1"])
-def test_bounds_decide_by_products_with_powers_of_two(name):
-    mask = {
-        "k / 32 < 2": lambda b, h, q, k: k / 32 < 2,
-        "2 * k - 126 < 1": lambda b, h, q, k: 2.0 * k - 126 < 1,
-    }[name]
-    program, _ = traced_mask_function(mask)
-    zero = Range.exact(jnp.int32(0))
-    inputs = {"batch": zero, "head": zero, "query": zero, "key": Range.exact(jnp.int32(63))}
-    assert evaluate(program, inputs, []).low
+def test_sums_of_floats_are_not_widened():
+    tile, one = Range(jnp.float32(1), jnp.float32(3)), Range.exact(jnp.float32(1))
+    found = applied(Value("sub", "float32"), [tile, one], [None, 1.0])
+    assert (found.low, found.high) == (0, 2)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -16,7 +16,7 @@ from jax_memeff._call.mask.ranges.range import (
     largest,
     least,
 )
-from jax_memeff._functions.operations import apply
+from jax_memeff._functions.operations import apply, apply_rounded
 from jax_memeff.codegen.functions.program import Value
 
 
@@ -25,11 +25,7 @@ def _plus(*widths: int | None) -> int | None:
 
 
 def _sum(value: Value, low: Any, high: Any, terms: tuple[Range, Range]) -> Range | None:
-    """The range of a sum or difference; ``terms`` include their signs.
-
-    A kernel may round a product before it adds it; an FMA does not. If the terms cancel, the
-    rounding error is the whole sum. So the bounds of floats are those of unrounded products.
-    """
+    """The range of a sum or difference; ``terms`` include their signs."""
     width = _plus(terms[0].width, terms[1].width)
     if is_float(value):
         # inf - inf is NaN, though neither bound is.
@@ -46,17 +42,19 @@ def _overflows(a: Any, b: Any, total: Any) -> jax.Array:
 
 
 def _add(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
-    a, b = (arg.unrounded() for arg in args)
-    return _sum(value, a.low + b.low, a.high + b.high, (a, b))
+    a, b = args
+    low, high = _result(value, "add", a.low, b.low), _result(value, "add", a.high, b.high)
+    return _sum(value, low, high, (a, b))
 
 
 def _sub(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
-    a, b = (arg.unrounded() for arg in args)
-    if is_float(value):
-        return _sum(value, a.low - b.high, a.high - b.low, (a, b))
-    # -INT32_MIN overflows to INT32_MIN, but ~x = -x - 1 never does: a - b overflows like a + ~b.
-    flipped = Range(~b.high, ~b.low, b.width) if value.dtype == "int32" else b
-    return _sum(value, a.low - b.high, a.high - b.low, (a, flipped))
+    a, b = args
+    low, high = _result(value, "sub", a.low, b.high), _result(value, "sub", a.high, b.low)
+    if value.dtype == "int32":
+        # -INT32_MIN overflows to INT32_MIN, but ~x = -x - 1 never does: a - b overflows like
+        # a + ~b.
+        b = Range(~b.high, ~b.low, b.width)
+    return _sum(value, low, high, (a, b))
 
 
 def _neg(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
@@ -73,7 +71,7 @@ def _mul(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
         return None
     if value.args[:1] == value.args[1:]:
         return _square(value, [a], numbers)
-    products = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
+    products = [_result(value, "mul", x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
     low, high = least(products), largest(products)
     if is_float(value):
         return Range(low, high).where(jnp.isfinite(low) & jnp.isfinite(high), value.dtype)
@@ -91,7 +89,7 @@ def _square(value: Value, args: list[Range], numbers: list[Any]) -> Range | None
     size = _abs(value, [a], numbers)
     if size is None:
         return None
-    found = Range(size.low * size.low, size.high * size.high)
+    found = Range(*(_result(value, "mul", x, x) for x in (size.low, size.high)))
     fits = jnp.float32(size.high) * jnp.float32(size.high) < SAFE_PRODUCT
     if is_float(value):
         fits = jnp.isfinite(found.high)
@@ -112,7 +110,7 @@ def _abs(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
 def _div(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
     a, b = args
     if is_float(value):
-        quotients = [x / y for x in (a.low, a.high) for y in (b.low, b.high)]
+        quotients = [_result(value, "div", x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
         low, high = least(quotients), largest(quotients)
         known = ((b.low > 0) | (b.high < 0)) & jnp.isfinite(low) & jnp.isfinite(high)
         return Range(low, high).where(known, value.dtype)
@@ -122,7 +120,7 @@ def _div(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
     divisor, width = b.low, None
     if numbers[1] is not None and numbers[1] > 0 and a.width is not None:
         width = a.width // numbers[1] + 1
-    low, high = (_applied("div", x, jnp.maximum(divisor, 1)) for x in (a.low, a.high))
+    low, high = (_result(value, "div", x, jnp.maximum(divisor, 1)) for x in (a.low, a.high))
     return Range(low, high, width).where(divisor > 0, value.dtype)
 
 
@@ -133,7 +131,7 @@ def remainder(value: Value, args: list[Range], numbers: list[Any]) -> Range | No
     divisor = jnp.maximum(b.low, 1)
     most = divisor - 1
     quotients, remainders = (
-        [_applied(op, x, divisor) for x in (a.low, a.high)] for op in ("div", "rem")
+        [_result(value, op, x, divisor) for x in (a.low, a.high)] for op in ("div", "rem")
     )
     is_one_period = quotients[0] == quotients[1]
     width = None
@@ -196,8 +194,9 @@ def _sqrt(value: Value, args: list[Range], numbers: list[Any]) -> Range | None:
     return found.where(a.low >= 0, value.dtype)
 
 
-def _applied(op: str, a: Any, b: Any) -> jax.Array:
-    return apply(Value(op, "int32"), [jnp.asarray(a), jnp.asarray(b)])
+def _result(value: Value, op: str, *bounds: Any) -> jax.Array:
+    """An operation on bounds, in the type of a value and rounded as that on elements."""
+    return apply_rounded(Value(op, value.dtype), [jnp.asarray(bound) for bound in bounds])
 
 
 ARITHMETIC: dict[str, Rule] = {

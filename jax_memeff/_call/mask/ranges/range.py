@@ -24,8 +24,6 @@ class Range(NamedTuple):
     width: int | None = None
     """For integers, an upper bound on ``high - low`` in every tile, provided that no sum overflows;
     None if unknown."""
-    is_product: bool = False
-    """Whether the value is a product of floats, or its negation."""
 
     @property
     def is_exact(self) -> bool:
@@ -51,10 +49,6 @@ class Range(NamedTuple):
         other = Range.everything(dtype)
         low, high = jnp.where(known, self.low, other.low), jnp.where(known, self.high, other.high)
         return Range(low, high, self.width)
-
-    def unrounded(self) -> Range:
-        """The range of a product of floats before it is rounded; other ranges unchanged."""
-        return self.widened() if self.is_product else self
 
     def widened(self) -> Range:
         """The range of floats whose last bits are unknown.

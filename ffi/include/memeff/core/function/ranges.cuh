@@ -1,9 +1,8 @@
 // Interval arithmetic on users' functions: the least and the largest value in a box of elements.
 //
 // Ranges are conservative: every element of a box lies in the range, which may be wider than
-// necessary. The rules are those of jax_memeff/_call/mask/ranges, without its margins for rounded
-// products: the values of a mask function are neither fused nor approximated
-// (codegen/functions/operations.py).
+// necessary. The rules are those of jax_memeff/_call/mask/ranges. The values of a mask function are
+// neither fused nor approximated (codegen/functions/operations.py), and neither are their bounds.
 #pragma once
 
 #include <memeff/core/function/arrays.cuh>
