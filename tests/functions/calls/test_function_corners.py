@@ -235,13 +235,13 @@ def mapped_window() -> Corner:
 def rounding() -> Corner:
     """Every element is valid, but none would be if the block mask added 0.1 and 0.3 first."""
     numbers = np.random.default_rng(3).uniform(0.5, 2, 20 * S).astype(np.float32)
-    terms = np.float32([0.1, 0.3])
-    sums = numbers + terms[0] + terms[1]
-    chosen = np.flatnonzero(sums != numbers + (terms[0] + terms[1]))[:S]
+    first, second = np.float32(0.1), np.float32(0.3)
+    sums = numbers + first + second
+    chosen = np.flatnonzero(sums != numbers + (first + second))[:S]
     weights, wanted = jnp.asarray(numbers[chosen]), jnp.asarray(sums[chosen])
 
     def valid(b, h, q, k):
-        return weights[k] + terms[0] + terms[1] == wanted[k]
+        return weights[k] + first + second == wanted[k]
 
     return Corner(
         lambda *qkv: dot_product_attention(*qkv, mask=Mask.function(valid)),

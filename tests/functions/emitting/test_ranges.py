@@ -72,8 +72,8 @@ def test_signs_of_integers_lie_within_bounds(op, dtype):
 
 FACTOR = 1 + 2.0**-12
 ROUNDED = np.float32(FACTOR) * np.float32(FACTOR)
-TERMS = np.float32([0.1, 0.3])
-SUM = np.float32(FACTOR) + TERMS[0] + TERMS[1]
+FIRST, SECOND = np.float32(0.1), np.float32(0.3)
+SUM = np.float32(FACTOR) + FIRST + SECOND
 MASKS = {
     # A fused product, FACTOR**2 without rounding, is above ROUNDED.
     "product + constant": (lambda x, y, h, k: y[h] * x[k] - ROUNDED <= 0, range(3), (True, True)),
@@ -87,7 +87,7 @@ MASKS = {
     ),
     "product of an element": (lambda x, y, h, k: y[h] * x[k] <= ROUNDED, [2], (True, True)),
     # 0.1 and 0.3 are not added first.
-    "sum": (lambda x, y, h, k: x[k] + TERMS[0] + TERMS[1] == SUM, [2], (True, True)),
+    "sum": (lambda x, y, h, k: x[k] + FIRST + SECOND == SUM, [2], (True, True)),
     # 82 times the reciprocal of 41 is below 2.
     "quotient": (lambda x, y, h, k: jnp.floor(k / 41.0) == 1, range(64, 83), (False, True)),
     "quotient of an element": (lambda x, y, h, k: k / 41.0 < 2, [82], (False, False)),
@@ -106,7 +106,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 def test_bounds_of_floats_are_rounded_as_elements_are(name):
     assert ROUNDED == 1 + 2.0**-11 != FACTOR**2
-    assert np.float32(FACTOR) + (TERMS[0] + TERMS[1]) != SUM
+    assert np.float32(FACTOR) + (FIRST + SECOND) != SUM
     mask, columns, decided = MASKS[name]
     x, y = jnp.array([1.0, 1.0, FACTOR]), jnp.array([FACTOR])
     program, arrays = traced_mask_function(lambda b, h, q, k: mask(x, y, h, k))

@@ -89,7 +89,8 @@ def _square(value: Value, args: list[Range], numbers: list[Any]) -> Range | None
     size = _abs(value, [a], numbers)
     if size is None:
         return None
-    found = Range(*(_result(value, "mul", x, x) for x in (size.low, size.high)))
+    low, high = (_result(value, "mul", x, x) for x in (size.low, size.high))
+    found = Range(low, high)
     fits = jnp.float32(size.high) * jnp.float32(size.high) < SAFE_PRODUCT
     if is_float(value):
         fits = jnp.isfinite(found.high)
