@@ -282,3 +282,23 @@ def test_one_answer_for_quotients():
 
     for name, valid in selected(weights, *arrays, *pages).items():
         np.testing.assert_array_equal(valid, want, err_msg=name)
+
+
+def test_a_quotient_is_computed_in_the_loop_that_uses_it():
+    """A tile of quotients in memory would take 4 bytes per score."""
+    size = 512
+    query, key, value = (jax.ShapeDtypeStruct((1, size, 1, H), jnp.float32) for _ in range(3))
+    weights = jax.ShapeDtypeStruct((size,), jnp.float32)
+
+    def temporaries(function):
+        def attention(weights, *qkv):
+            mask = Mask.function(lambda b, h, q, k: function(weights[q], weights[k]))
+            return dot_product_attention(*qkv, mask=mask)
+
+        analysis = jax.jit(attention).lower(weights, query, key, value).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    of_comparison = temporaries(lambda row, column: column >= row)
+    assert of_comparison > 4 * size**2
+    assert temporaries(lambda row, column: column / row >= 1) < of_comparison + size**2 / 4
