@@ -1,7 +1,6 @@
 """The dropout contract: known answers, independence of tiles, shards and offsets."""
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import oracle
