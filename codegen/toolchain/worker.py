@@ -26,8 +26,11 @@ def main() -> None:
             answer = (True, compile_uncached(*job))
         except CompileError as error:
             answer = (False, (str(error), error.log, error.versions))
-        pickle.dump(answer, results)
-        results.flush()
+        try:
+            pickle.dump(answer, results)
+            results.flush()
+        except BrokenPipeError:  # the parent was killed
+            os._exit(1)
 
 
 if __name__ == "__main__":

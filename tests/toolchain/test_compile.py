@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -220,6 +221,21 @@ def test_compile_error_shows_the_first_error_and_the_versions(cache):
     assert "\0" not in raised.value.log
     assert list(raised.value.versions) == ["driver", "NVRTC", "CUDA headers", "CCCL", "CUTLASS"]
     assert "CUTLASS: 4." in message and "report it" in message
+
+
+def test_a_worker_whose_parent_was_killed_ends_quietly():
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "jax_memeff.codegen.toolchain.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as worker:
+        assert worker.stdin and worker.stdout and worker.stderr
+        worker.stdout.close()
+        worker.stdin.write(pickle.dumps((TINY, "sm_80", ("tiny",))))
+        worker.stdin.close()
+        assert worker.stderr.read() == b""
+        assert worker.wait() == 1
 
 
 def test_unknown_architecture_says_so(cache):
