@@ -36,7 +36,14 @@ def held(value: Any) -> Any:
     array that this method returns, also in a list, a tuple or a :class:`HoldsArrays`. Other pytrees
     stay as they are: they may be functions with parameters, such as modules.
     """
-    return jax.tree.map(_held_by, value, is_leaf=_is_no_container)
+    if _is_no_container(value):
+        return _held_by(value)
+    leaves, tree = jax.tree.flatten(value, is_leaf=_is_no_container)
+    arrays = list(map(_held_by, leaves))
+    # Most arguments hold no objects, and to make a Mask takes longer than all of this.
+    if all(map(operator.is_, arrays, leaves)):
+        return value
+    return jax.tree.unflatten(tree, arrays)
 
 
 def _is_no_container(value: Any) -> bool:
@@ -44,7 +51,8 @@ def _is_no_container(value: Any) -> bool:
 
 
 def _held_by(value: Any) -> Any:
-    if isinstance(value, (jax.Array, np.ndarray, type)):  # a class has the method, but no array
+    # A class has the method, but no array. A symbolic size has it, too, and must remain a size.
+    if isinstance(value, (jax.Array, np.ndarray, type)) or export.is_symbolic_dim(value):
         return value
     array = getattr(value, "__jax_array__", None)
     return value if array is None else array()
