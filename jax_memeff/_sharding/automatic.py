@@ -333,18 +333,19 @@ class _Call(NamedTuple):
 
     def layout(self, given: Sequence[Any]) -> tuple[Layout, DeviceAxes]:
         """The sharding of the call, for operands of these shardings, and its mesh."""
-        arrays, names = items(self.operands), self.dims[0]
+        arrays = items(self.operands)
+        names = self.dims[0][: len(arrays)]
         limit = limits(self.operands, self.params["options"])
         strides = [
             _strides_of(sharding, len(dims.split()))
-            for sharding, dims, _ in zip(given, names, arrays, strict=False)
+            for sharding, dims in zip(given[: len(arrays)], names, strict=True)
         ]
         axes = DeviceAxes((1, self.devices), self.axes)
         for stride in itertools.chain.from_iterable(itertools.chain(*filter(None, strides))):
             axes = axes.cut_at(stride.stride, stride.end)
         sizes = [
             self.batch.split_shape(item.array.shape, dims)
-            for item, dims in zip(arrays, names, strict=False)
+            for item, dims in zip(arrays, names, strict=True)
         ]
         for dim, size, own in zip(names[0].split(), sizes[0], strides[0] or (), strict=False):
             if dim == "heads":
@@ -359,7 +360,7 @@ class _Call(NamedTuple):
                 axes.spec(own),
                 item.array.dtype.itemsize,
             )
-            for item, shape, dims, own in zip(arrays, sizes, names, strides, strict=False)
+            for item, shape, dims, own in zip(arrays, sizes, names, strides, strict=True)
         ]
         found, moves = fitted(sharded, axes, limit)
         if self.primitive.name == "attention_fwd":  # the other primitives have the same operands

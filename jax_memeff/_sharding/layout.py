@@ -245,13 +245,15 @@ class Sharded(NamedTuple):
 
     def faults(self, mesh: MeshAxes, limits: Mapping[str, Limit]) -> list[str]:
         """Why the query cannot be sharded as it is, with remedies."""
-        if self.spec is None:
-            return [self._on_another_mesh()]
-        return [fault for dim in self.dims if (fault := self.fault(dim, mesh, limits))]
+        found = (self.fault(dim, mesh, limits) for dim in self.dims)
+        return list(dict.fromkeys(filter(None, found)))
 
     def fault(
         self, dim: str, mesh: MeshAxes, limits: Mapping[str, Limit] = NO_LIMITS
     ) -> str | None:
+        """Why this dim of a query cannot be sharded as it is, with the remedy."""
+        if self.spec is None:
+            return self._on_another_mesh() if dim in self.dims else None
         axes = mesh.dividing(self.axes(dim))
         if not axes:
             return None
