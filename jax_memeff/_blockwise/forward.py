@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._blockwise.backward import backward
+from jax_memeff._blockwise.pages import Pools
 from jax_memeff._blockwise.tiles import Problem, Tile, dot, ungrouped, when
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.options import Options
@@ -23,13 +24,16 @@ __all__ = ["backward", "forward"]
 State = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[jax.Array, ...]:
+def forward(
+    operands: Operands, options: Options, dtype: Any = None, pools: Pools | None = None
+) -> tuple[jax.Array, ...]:
     """Attention and its logsumexp.
 
     Args:
         operands: arrays in canonical shapes; ``operands.mask`` is canonical.
         options: the static part. ``precision`` only affects the kernels: products here are float32.
         dtype: of ``out``; the query's by default.
+        pools: of a call with pages.
 
     Returns:
         out: [B, T, N, Hv]; 0 in rows without valid keys.
@@ -38,7 +42,7 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
     """
     batch, length, heads, _ = operands.query.shape
     value_dim = operands.value_dim
-    problem = Problem.of(operands, options)
+    problem = Problem.of(operands, options, pools)
     if 0 in (batch, length, heads, operands.columns):
         out = problem.zeros(batch, length, heads, value_dim).astype(dtype or operands.query.dtype)
         nothing = problem.zeros(batch, length, heads) - jnp.inf

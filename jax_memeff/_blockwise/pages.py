@@ -7,6 +7,8 @@ tile holds 0 in their place, whatever the scales are.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,26 +16,50 @@ from jax import lax
 from jax_memeff._call.operands.arrays import Operands
 
 
-def key_tile(operands: Operands, first: jax.Array, size: int, dtype: jnp.dtype) -> jax.Array:
-    """The keys ``first`` to ``first + size`` of one sequence, [1, K, size, H].
+class Pools(NamedTuple):
+    """The pools of a call as matrices with a row for each key.
+
+    Hazard: form them before the first loop. XLA may choose one layout for a pool with one key head
+    outside a loop and another one inside, which is the same order of elements, but it copies the
+    pool. A matrix leaves it no choice.
+    """
+
+    key: jax.Array
+    """[pages * page_size, K * H]"""
+    value: jax.Array
+    """[pages * page_size, K * Hv]; with latent values, the array of the keys"""
+
+    @classmethod
+    def of(cls, operands: Operands) -> Pools | None:
+        """The pools of a call; None if its keys are not in pages."""
+        if operands.pages is None:
+            return None
+        key, value = (
+            x.reshape(x.shape[1], x.shape[2] * x.shape[3]) for x in (operands.key, operands.value)
+        )
+        return cls(key, value if operands.pages.latent_dim is None else key)
+
+
+def key_tile(operands: Operands, pools: Pools, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The keys in the given rows of the pool, [1, K, keys, H].
 
     Args:
         operands: a call with one sequence.
-        first: int32[].
-        size: the number of keys.
+        pools: its pools.
+        rows: int32[keys], from :func:`needed_rows`.
         dtype: the dtype of the result, in which scales are applied.
     """
     pages = operands.pages
     assert pages is not None
-    return _tile(operands, operands.key, pages.key_scale, first, size, dtype)
+    return _tile(operands, pools.key, operands.key.shape[3], pages.key_scale, rows, dtype)
 
 
-def value_tile(operands: Operands, first: jax.Array, size: int, dtype: jnp.dtype) -> jax.Array:
-    """The values ``first`` to ``first + size`` of one sequence, [1, K, size, Hv]."""
+def value_tile(operands: Operands, pools: Pools, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The values in the given rows of the pool, [1, K, keys, Hv]."""
     pages = operands.pages
     assert pages is not None
     scale = pages.value_scale if pages.latent_dim is None else pages.key_scale
-    tile = _tile(operands, operands.value, scale, first, size, dtype)
+    tile = _tile(operands, pools.value, operands.value.shape[3], scale, rows, dtype)
     return tile[..., : operands.value_dim]
 
 
@@ -41,6 +67,25 @@ def are_in_pool(operands: Operands, first: jax.Array, size: int) -> jax.Array:
     """Whether the pages of these keys are in the pool, bool[size]."""
     pool_rows = operands.key.shape[1]
     return _rows(operands, first, size) < pool_rows
+
+
+def needed_rows(operands: Operands, first: jax.Array, size: int) -> jax.Array:
+    """The rows of the pool with the keys ``first`` to ``first + size`` of one sequence.
+
+    For a key beyond the length of the sequence, it is an invalid index.
+
+    Args:
+        operands: a call with one sequence.
+        first: int32[].
+        size: the number of keys.
+
+    Returns:
+        int32[size]
+    """
+    lengths = operands.mask.key_lengths
+    assert lengths is not None
+    is_needed = first + lax.iota(jnp.int32, size) < lengths[0]
+    return jnp.where(is_needed, _rows(operands, first, size), operands.key.shape[1])
 
 
 def _rows(operands: Operands, first: jax.Array, size: int) -> jax.Array:
@@ -52,19 +97,18 @@ def _rows(operands: Operands, first: jax.Array, size: int) -> jax.Array:
 def _tile(
     operands: Operands,
     pool: jax.Array,
+    dim: int,
     scale: jax.Array | None,
-    first: jax.Array,
-    size: int,
+    rows: jax.Array,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    pages, lengths = operands.pages, operands.mask.key_lengths
-    assert pages is not None and lengths is not None
-    rows = _rows(operands, first, size)
-    rows = jnp.where(first + lax.iota(jnp.int32, size) < lengths[0], rows, pool.shape[1])
-    tile = jnp.take(pool, rows, 1, mode="fill", fill_value=0).astype(dtype)
+    pages, pool_rows = operands.pages, pool.shape[0]
+    assert pages is not None
+    tile = jnp.take(pool, rows, 0, mode="fill", fill_value=0).astype(dtype)
+    tile = tile.reshape(1, rows.shape[0], operands.key.shape[2], dim)
     if scale is not None:
         page = rows // pages.page_size if scale.shape[1] != 1 else jnp.zeros_like(rows)
         tile = tile * jnp.take(scale, page, 1, mode="fill", fill_value=0).astype(dtype)
         # A scale for the whole pool may be inf or NaN, and 0 times that is NaN.
-        tile = jnp.where((rows < pool.shape[1])[:, None, None], tile, 0)
+        tile = jnp.where((rows < pool_rows)[:, None, None], tile, 0)
     return tile.transpose(0, 2, 1, 3)

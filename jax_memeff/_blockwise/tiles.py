@@ -18,6 +18,7 @@ from jax import lax
 from jax_memeff._blockwise import functions, pages
 from jax_memeff._blockwise.blocks import Blocks, blocks
 from jax_memeff._blockwise.functions import Coordinates
+from jax_memeff._blockwise.pages import Pools
 from jax_memeff._call import dropout
 from jax_memeff._call.divisors import as_gradient, broadcastable, expanded, of_booleans
 from jax_memeff._call.mask import tiles as mask_tiles
@@ -70,8 +71,10 @@ class Problem:
     options: Options
     query: jax.Array
     key: jax.Array
-    """With pages the pool itself, [1, rows, K, H], because a transpose would copy all pages."""
     value: jax.Array
+    pools: Pools | None
+    """With pages; ``key`` and ``value`` are then not read, because a transpose would copy all
+    pages."""
     captured: tuple[jax.Array, ...]
     """The captured arrays, with one batch index for each gradient; floats are widened."""
     accumulator: jnp.dtype
@@ -79,10 +82,10 @@ class Problem:
     cols: Blocks
 
     @classmethod
-    def of(cls, operands: Operands, options: Options) -> Problem:
+    def of(cls, operands: Operands, options: Options, pools: Pools | None = None) -> Problem:
         query, key, value, mask = operands.query, operands.key, operands.value, operands.mask
         batch, _, heads, _ = query.shape
-        is_paged = operands.pages is not None
+        is_paged = pools is not None
         if mask.key_lengths is not None and not is_paged:
             # Values beyond the lengths are zeroed, and each batch index has its own length.
             key = _select_rows(expanded(key, options.divisors["key"], batch), mask.key_lengths)
@@ -101,6 +104,7 @@ class Problem:
             grouped(_select_rows(query, mask.query_lengths), key.shape[2]),
             key if is_paged else key.transpose(0, 2, 1, 3),
             value if is_paged else value.transpose(0, 2, 1, 3),
+            pools,
             tuple(
                 _widened(
                     as_gradient(captured_name(index), x, operands, options.divisors), accumulator
@@ -125,17 +129,24 @@ class Problem:
         tile = lax.dynamic_slice_in_dim(self.query, start, self.rows.size, 3)
         return tile.astype(self.accumulator) * self.options.scaling.scale
 
-    def key_tile(self, start: jax.Array) -> jax.Array:
-        if self.operands.pages is not None:
-            return pages.key_tile(self.operands, start, self.cols.size, self.accumulator)
-        tile = lax.dynamic_slice_in_dim(self.key, start, self.cols.size, 2)
+    def key_tile(self, col: jax.Array) -> jax.Array:
+        """The keys from ``col`` on, [B, K, cols, H]."""
+        if self.pools is not None:
+            rows = self._pool_rows(col)
+            return pages.key_tile(self.operands, self.pools, rows, self.accumulator)
+        tile = lax.dynamic_slice_in_dim(self.key, col, self.cols.size, 2)
         return self._of_batch(tile, self.options.divisors["key"])
 
-    def value_tile(self, start: jax.Array) -> jax.Array:
-        if self.operands.pages is not None:
-            return pages.value_tile(self.operands, start, self.cols.size, self.accumulator)
-        tile = lax.dynamic_slice_in_dim(self.value, start, self.cols.size, 2)
+    def value_tile(self, col: jax.Array) -> jax.Array:
+        """The values from ``col`` on, [B, K, cols, Hv]."""
+        if self.pools is not None:
+            rows = self._pool_rows(col)
+            return pages.value_tile(self.operands, self.pools, rows, self.accumulator)
+        tile = lax.dynamic_slice_in_dim(self.value, col, self.cols.size, 2)
         return self._of_batch(tile, self.options.divisors["value"])
+
+    def _pool_rows(self, col: jax.Array) -> jax.Array:
+        return pages.needed_rows(self.operands, col, self.cols.size)
 
     def _of_batch(self, tile: jax.Array, divisor: int) -> jax.Array:
         return expanded(tile.astype(self.accumulator), divisor, self.query.shape[0])

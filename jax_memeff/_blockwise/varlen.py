@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import export, lax
 
 from jax_memeff._blockwise import forward as blockwise
+from jax_memeff._blockwise.pages import Pools
 from jax_memeff._call.divisors import gradient_shape, without_divisors
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.operands.gradients import (
@@ -52,12 +53,12 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
         return results
     _require_sequences(_sequences(operands).query_starts.shape[0])
     operands = operands._replace(sequences=_sequences(operands).clamped)
-    own_options = without_divisors(options)
+    own_options, pools = without_divisors(options), Pools.of(operands)
 
     def sequence(index: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         rows, columns = tokens_of(operands, index)
         part = sequence_of(operands, options, index, rows, columns)
-        one = blockwise.forward(part, own_options, dtype)
+        one = blockwise.forward(part, own_options, dtype, pools)
         return tuple(_put(result, rows, part) for result, part in zip(results, one, strict=True))
 
     return lax.fori_loop(0, operands.scores[0], sequence, results)
