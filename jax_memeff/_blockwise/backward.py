@@ -138,7 +138,7 @@ def _backward_loops(
             col, first_col = cols.start(index)
 
             def update(local: _Sums) -> _Sums:
-                key, bias = problem.key_tile(col), problem.bias_tile(row, col)
+                key, bias = problem.key_tile(row, col), problem.bias_tile(row, col)
                 tile = problem.tile(query, key, bias, row, col, first_row, first_col)
                 probabilities = jnp.exp(tile.scores - lse_tile)
                 dvalue = local.value
@@ -147,7 +147,7 @@ def _backward_loops(
                     dvalue = dvalue + dot("bkgts,bkgth->bksh", kept, dout_tile)
                 if not needs_scores_grad:
                     return local._replace(value=dvalue)
-                dprobabilities = dot("bkgth,bksh->bkgts", dout_tile, problem.value_tile(col))
+                dprobabilities = dot("bkgth,bksh->bkgts", dout_tile, problem.value_tile(row, col))
                 dscores = probabilities * (select(tile.keep, dprobabilities) - row_term_tile)
                 dbias = local.bias
                 if dbias is not None:

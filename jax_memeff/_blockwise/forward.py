@@ -59,9 +59,9 @@ def forward(
             col, first_col = cols.start(index)
 
             def update(state: State) -> State:
-                key, bias = problem.key_tile(col), problem.bias_tile(row, col)
+                key, bias = problem.key_tile(row, col), problem.bias_tile(row, col)
                 tile = problem.tile(query, key, bias, row, col, None, first_col)
-                return _online_softmax(state, tile, problem.value_tile(col))
+                return _online_softmax(state, tile, problem.value_tile(row, col))
 
             return when(problem.may_attend(row, col), update, state)
 

@@ -1,8 +1,9 @@
 """Tiles of keys and values from a pool of pages.
 
 A tile is gathered when it is read, so neither the pool nor a whole sequence is copied. Keys beyond
-the length of the sequence may be NaN. They are not gathered, because 0 times NaN would be NaN; the
-tile holds 0 in their place, whatever the scales are.
+the length of the sequence, and keys before the window of the tile's queries, may be NaN. They are
+not gathered, because 0 times NaN would be NaN; the tile holds 0 in their place, whatever the scales
+are.
 """
 
 from __future__ import annotations
@@ -69,15 +70,18 @@ def are_in_pool(operands: Operands, first: jax.Array, size: int) -> jax.Array:
     return _rows(operands, first, size) < pool_rows
 
 
-def needed_rows(operands: Operands, first: jax.Array, size: int) -> jax.Array:
+def needed_rows(
+    operands: Operands, first: jax.Array, size: int, reached: jax.Array | None
+) -> jax.Array:
     """The rows of the pool with the keys ``first`` to ``first + size`` of one sequence.
 
-    For a key beyond the length of the sequence, it is an invalid index.
+    For a key that no query of the tile needs, it is an invalid index.
 
     Args:
         operands: a call with one sequence.
         first: int32[].
         size: the number of keys.
+        reached: bool[size], false before the windows of all queries; None if there are none.
 
     Returns:
         int32[size]
@@ -85,6 +89,8 @@ def needed_rows(operands: Operands, first: jax.Array, size: int) -> jax.Array:
     lengths = operands.mask.key_lengths
     assert lengths is not None
     is_needed = first + lax.iota(jnp.int32, size) < lengths[0]
+    if reached is not None:
+        is_needed &= reached
     return jnp.where(is_needed, _rows(operands, first, size), operands.key.shape[1])
 
 

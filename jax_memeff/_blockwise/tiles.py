@@ -129,24 +129,28 @@ class Problem:
         tile = lax.dynamic_slice_in_dim(self.query, start, self.rows.size, 3)
         return tile.astype(self.accumulator) * self.options.scaling.scale
 
-    def key_tile(self, col: jax.Array) -> jax.Array:
-        """The keys from ``col`` on, [B, K, cols, H]."""
+    def key_tile(self, row: jax.Array, col: jax.Array) -> jax.Array:
+        """The keys of the tile at (row, col), [B, K, cols, H]."""
         if self.pools is not None:
-            rows = self._pool_rows(col)
+            rows = self._pool_rows(row, col)
             return pages.key_tile(self.operands, self.pools, rows, self.accumulator)
         tile = lax.dynamic_slice_in_dim(self.key, col, self.cols.size, 2)
         return self._of_batch(tile, self.options.divisors["key"])
 
-    def value_tile(self, col: jax.Array) -> jax.Array:
-        """The values from ``col`` on, [B, K, cols, Hv]."""
+    def value_tile(self, row: jax.Array, col: jax.Array) -> jax.Array:
+        """The values of the tile at (row, col), [B, K, cols, Hv]."""
         if self.pools is not None:
-            rows = self._pool_rows(col)
+            rows = self._pool_rows(row, col)
             return pages.value_tile(self.operands, self.pools, rows, self.accumulator)
         tile = lax.dynamic_slice_in_dim(self.value, col, self.cols.size, 2)
         return self._of_batch(tile, self.options.divisors["value"])
 
-    def _pool_rows(self, col: jax.Array) -> jax.Array:
-        return pages.needed_rows(self.operands, col, self.cols.size)
+    def _pool_rows(self, row: jax.Array, col: jax.Array) -> jax.Array:
+        mask, position = self.operands.mask, self.operands.position
+        sizes = self.rows.length, self.cols.length
+        reached = mask_tiles.reached_columns(mask, sizes, (row, col), self.cols.size, position)
+        reached = None if reached is None else reached[0]
+        return pages.needed_rows(self.operands, col, self.cols.size, reached)
 
     def _of_batch(self, tile: jax.Array, divisor: int) -> jax.Array:
         return expanded(tile.astype(self.accumulator), divisor, self.query.shape[0])

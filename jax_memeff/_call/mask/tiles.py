@@ -63,6 +63,30 @@ def valid_elements(
     return valid
 
 
+def reached_columns(
+    mask: Mask,
+    sizes: tuple[int, int],
+    start: tuple[int | jax.Array, int | jax.Array],
+    columns: int,
+    position: Position | None,
+) -> jax.Array | None:
+    """Whether each column of a tile is at or after the windows' first columns in the tile's first
+    row. Columns before those are in no window of the tile's rows.
+
+    Takes the arguments of :func:`valid_elements`.
+
+    Returns:
+        bool[1|B, columns]; None if no window has a left bound.
+    """
+    column = (start[1] + lax.iota(jnp.int32, columns))[None, None, None, :]
+    reached = None
+    for window, distance in _windows(mask, sizes, position):
+        if window.left is not None:
+            own = (column - start[0]) - distance >= -window.left
+            reached = own if reached is None else reached & own
+    return None if reached is None else reached[:, 0, 0]
+
+
 def may_attend(
     mask: Mask,
     sizes: tuple[int, int],

@@ -15,6 +15,7 @@ from jax_memeff.codegen import strategy
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 CAP = 2.0
+WINDOW = (20, 3)
 
 
 TREE = np.tril(np.random.default_rng(0).random((12, 12)) < 0.4) | np.eye(12, dtype=bool)
@@ -57,6 +58,8 @@ class Case:
     is_latent: bool = False
     is_exact: bool = False
     """Whether the pool has no spare page, so that memcheck detects reads beyond the last one."""
+    frees_pages: bool = False
+    """Whether keys, values and scales that come before the window of every query are NaN."""
 
     def __str__(self) -> str:
         sizes = f"{len(self.lengths)}x{max(self.counts)}of{max(self.lengths)}"
@@ -64,6 +67,7 @@ class Case:
         words += [self.dtype, *self.features, *(["missing"] if self.is_missing else [])]
         words += ["latent"] if self.is_latent else []
         words += ["exact"] if self.is_exact else []
+        words += ["freed"] if self.frees_pages else []
         words += ["float8", *self.scales] if self.scales else []
         return "-".join([*words, str(self.query_rows), f"seed{self.seed}"])
 
@@ -84,10 +88,25 @@ class Case:
         )
         if self.scales:
             made = quantized(made, self.scales, rng)
+        if self.frees_pages:
+            self.free(made)
         if self.is_missing:
             gone = np.flatnonzero(made.lengths > self.page_size)
             made.table[gone, 1] = rng.choice([-1, len(made.key_pages), 2**31 - 1], len(gone))
         return made
+
+    def free(self, made: Paging) -> None:
+        """Overwrites what comes before the windows: whole pages and the first rows of another."""
+        for row, length, count in zip(made.table, made.lengths, made.counts, strict=True):
+            first = max(int(length) - min(int(count), int(length)) - WINDOW[0], 0)
+            pages, rows = divmod(first, self.page_size)
+            for pool in (made.key_pages, made.value_pages):
+                pool[row[:pages]] = np.nan
+                if rows:
+                    pool[row[pages], :rows] = np.nan
+            for scale in made.scales.values():
+                if scale.ndim == 2:
+                    scale[row[:pages]] = np.nan
 
     @property
     def sinks(self) -> np.ndarray:
@@ -106,7 +125,7 @@ class Case:
         given: dict[str, Any] = {"is_causal": "is_causal" in self.features}
         choices = {
             "logits_soft_cap": CAP,
-            "local_window_size": (20, 3),
+            "local_window_size": WINDOW,
             "sinks": self.sinks,
             "batch_invariant": True,
             "score_mod": lambda s, b, h, q, k: s + (0.01 * b + 0.03 * h) * (k - q),
@@ -124,7 +143,7 @@ class Case:
             given["value_dim"] = self.dims[1]
         return given | {name: choices[name] for name in self.features if name in choices}
 
-    def lowered(self, made: Paging) -> jax.stages.Lowered:
+    def lowered(self, made: Paging, implementation: str = "cuda") -> jax.stages.Lowered:
         chosen = (
             strategy.using()
             if self.query_rows == "chosen"
@@ -139,7 +158,7 @@ class Case:
                     query_starts=jnp.asarray(made.starts),
                     max_query_length=max(self.counts),
                     return_residual=True,
-                    implementation="cuda",
+                    implementation=implementation,
                     **self.arguments(),
                     **made.scales,
                 )
@@ -163,7 +182,7 @@ class Case:
             if "is_causal" in self.features:
                 found &= k <= q
             if "local_window_size" in self.features:
-                found &= (k >= q - 20) & (k <= q + 3)
+                found &= (k >= q - WINDOW[0]) & (k <= q + WINDOW[1])
             if "mask" in self.features:
                 found &= (q - k) % 3 != h % 3
             for name in self.features:
