@@ -134,6 +134,13 @@ def cast_to_common_varying_axes(tree: Any) -> Any:
     return jax.tree.unflatten(structure, cast)
 
 
+def widens_scatter(dtype: Any) -> bool:
+    """Whether XLA for CPUs widens an array of this dtype to scatter into it, which copies it."""
+    return dtype.name == "float8_e4m3fn" or (
+        dtype.name == "bfloat16" and jax.__version_info__ < (0, 11)
+    )
+
+
 def varying_axes(x: Any) -> frozenset[Any]:
     """The manual mesh axes over which an array may differ from device to device."""
     return jax.typeof(x).manual_axis_type.varying

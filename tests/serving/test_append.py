@@ -54,6 +54,40 @@ def test_last_tokens_are_written(seed):
         np.testing.assert_array_equal(got, written(pool, x, case, case.starts))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("longest", [5, 600])
+def test_dtypes_that_a_cpu_does_not_scatter(dtype, longest):
+    """It writes a few tokens one by one, and many as integers."""
+    rng = np.random.default_rng(12)
+    counts = [longest, 5, 1, 0, 3]
+    case = paging.paging(rng, lengths=[longest + 9, 2, 16, 0, 40], counts=counts, gap=3)
+    case.table[4, 2] = -1  # the page of its last token
+    pools = [jnp.nan_to_num(jnp.asarray(x)).astype(dtype) for x in case.arguments[1:3]]
+    new = [jnp.asarray(x).astype(dtype) for x in new_tokens(rng, case)]
+    found = append(*pools, *new, case.table, case.lengths, case.starts)
+    for pool, x, got in zip(pools, new, found, strict=True):
+        want = written(pool, np.asarray(x), case, case.starts)
+        np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(np.float32))
+    nothing = append(*pools, *[x[:0] for x in new], case.table, case.lengths, 0 * case.starts)
+    for pool, got in zip(pools, nothing, strict=True):
+        np.testing.assert_array_equal(got.astype(jnp.float32), pool.astype(jnp.float32))
+
+
+def test_vmap_of_float8_pools():
+    rng = np.random.default_rng(13)
+    each = [arguments(rng, pages=8) for _ in range(2)]
+    each = [tuple(x.astype("float8_e4m3fn") for x in own[:2]) + own[2:] for own in each]
+    scales = jnp.array([0.5, 2.0])
+
+    def scaled(*own):
+        return paging.append_to_pages(*own, key_scale=scales, value_scale=scales)
+
+    found = jax.jit(jax.vmap(scaled))(*[jnp.stack(x) for x in zip(*each, strict=True)])
+    for index, own in enumerate(each):
+        for got, want in zip(found, jax.jit(scaled)(*own), strict=True):
+            np.testing.assert_array_equal(got[index].astype("float32"), want.astype("float32"))
+
+
 def test_tokens_with_a_batch_dim():
     rng = np.random.default_rng(3)
     case = paging.paging(rng, lengths=[37, 2, 16], counts=[3, 3, 3])
