@@ -123,7 +123,8 @@ def paged_attention(
     Entries of ``page_table`` and values of device arrays never raise. Lengths are clamped to
     [0, S]. A page outside the pool is not read, and its keys are masked. ``query_starts`` are
     clamped like ``cu_seqlens_q`` of ``varlen_attention``. :func:`jax_memeff.check` reports such
-    values. No element beyond the lengths affects a result, not even NaN.
+    values. No element beyond the lengths affects a result, not even NaN. Nor does one that comes
+    before the window of every query of its sequence, if the window's left bound is not traced.
 
     >>> import jax, jax.numpy as jnp, jax_memeff
     >>> key_pages, value_pages = jnp.zeros((2, 8, 16, 1, 32))  # 8 pages of 16 keys

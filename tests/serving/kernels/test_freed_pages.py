@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,3 +62,83 @@ def test_a_traced_window(assert_close):
 
     found = jax.tree.map(np.asarray, windowed(jnp.int32(20)))
     assert_matches(found, PROMPTS, assert_close)
+
+
+SMALL_PROMPTS = dataclasses.replace(PROMPTS, lengths=(100, 217, 21, 0), counts=(70, 130, 21, 0))
+KERNELS = [
+    # The split forward: tiles of one row and of many, groups that divide keys, and segments.
+    ("sm_80", STEPS),
+    ("sm_90a", dataclasses.replace(STEPS, heads=(8, 1), page_size=48, dims=(128, 128))),
+    ("sm_90a", dataclasses.replace(STEPS, counts=(5, 7, 8, 1, 0, 3, 8), heads=(8, 2))),
+    (
+        "sm_80",
+        dataclasses.replace(STEPS, features=(*STEPS.features, "batch_invariant"), page_size=32),
+    ),
+    ("sm_90a", dataclasses.replace(STEPS, features=(*STEPS.features, "score_mod", "mask"))),
+    ("sm_90a", dataclasses.replace(STEPS, scales=("pages", "pages"), dims=(128, 192))),
+    ("sm_80", dataclasses.replace(STEPS, scales=("heads", "none"), page_size=64)),
+    # The forward by cp.async, in rows of 16 and of 8 bytes, and in column chunks.
+    ("sm_80", dataclasses.replace(SMALL_PROMPTS, page_size=48)),
+    ("sm_80", dataclasses.replace(SMALL_PROMPTS, dims=(36, 44), query_rows=None)),
+    ("sm_80", dataclasses.replace(SMALL_PROMPTS, dtype="float32")),
+    ("sm_80", dataclasses.replace(SMALL_PROMPTS, dims=(264, 264))),
+    # The Hopper forward, which copies by TMA.
+    ("sm_90a", dataclasses.replace(SMALL_PROMPTS, query_rows=None, page_size=128)),
+    (
+        "sm_90a",
+        dataclasses.replace(
+            SMALL_PROMPTS, query_rows=None, dims=(128, 128), features=("local_window_size", "sinks")
+        ),
+    ),
+    ("sm_90a", dataclasses.replace(SMALL_PROMPTS, query_rows="consumer_groups", page_size=80)),
+    *(
+        ("sm_90a", dataclasses.replace(case, heads=(16, 1), dims=(576, 512), is_latent=True))
+        for case in (
+            dataclasses.replace(STEPS, lengths=(100, 317, 21, 1, 0), counts=(1,) * 5),
+            dataclasses.replace(
+                STEPS, lengths=(150, 260), counts=(20, 30), scales=("pages", "pages")
+            ),
+            dataclasses.replace(
+                STEPS,
+                lengths=(300, 129),
+                counts=(9, 1),
+                features=(*STEPS.features, "batch_invariant"),
+                page_size=64,
+            ),
+        )
+    ),
+]
+
+
+def lower(case: Case, arch: str) -> jax.stages.Lowered:
+    """Runs in the process of ``machine``."""
+    emulator.configure(arch, multiprocessors=5)
+    return case.lowered(case.batch())
+
+
+def emulated(case: Case, arch: str) -> Any:
+    """Runs in the process of ``machine``."""
+    lowered = emulator.lowered(lower, case, arch)
+    emulator.configure(arch, multiprocessors=5)
+    return case.found(case.batch(), lowered)
+
+
+@pytest.fixture(scope="module")
+def lowered(machine, selected):
+    """Lowers the programs of all cases before the first one runs."""
+    calls = [(call["case"], call["arch"]) for call in selected if {"case", "arch"} <= {*call}]
+    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
+
+
+@pytest.mark.rotating(5)
+@pytest.mark.usefixtures("lowered")
+@pytest.mark.parametrize(("arch", "case"), KERNELS, ids=str)
+def test_emulated_kernels(arch, case, machine, assert_close):
+    found = machine.submit(emulated, case, arch).result(timeout=600)
+    assert_matches(found, case, assert_close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for _, case in KERNELS], ids=str)
+def test_kernels(case, assert_close):
+    assert_matches(case.found(case.batch()), case, assert_close)

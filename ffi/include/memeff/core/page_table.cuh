@@ -25,17 +25,36 @@ struct PoolScales {
   }
 };
 
+// With a window, the keys before the first key of a work tile's first row. No row of the tile needs
+// them: their pages may be freed, and hold NaN. Kernels without a window have no such keys.
+template <class Config, bool kOn = Config::kMask == MaskKind::window>
+struct FirstKey {
+  static constexpr bool kFirstKey = false;
+
+  CUTE_DEVICE explicit FirstKey(int) {}
+};
+
+template <class Config>
+struct FirstKey<Config, true> {
+  static constexpr bool kFirstKey = true;
+
+  int first_key;
+
+  CUTE_DEVICE explicit FirstKey(int first_key) : first_key(first_key) {}
+  CUTE_DEVICE bool needs(int key) const { return key >= first_key; }
+};
+
 // The page table of a sequence. Calls without pages have an empty one.
 template <class Config, bool kOn = (Config::kPageSize > 0)>
 struct PageTable {
   static constexpr bool kPaged = false;
 
   template <class Params>
-  CUTE_DEVICE PageTable(Params const&, int) {}
+  CUTE_DEVICE PageTable(Params const&, int, int = 0) {}
 };
 
 template <class Config>
-struct PageTable<Config, true> {
+struct PageTable<Config, true> : FirstKey<Config> {
   static constexpr bool kPaged = true;
   static constexpr int kPageSize = Config::kPageSize;
   static_assert(kPageSize % kPageStep == 0);
@@ -43,9 +62,10 @@ struct PageTable<Config, true> {
   int const* entries;  // the row of the table for the sequence
   int pages;           // the number of pages of the pool
 
+  // `first_key`: see FirstKey.
   template <class Params>
-  CUTE_DEVICE PageTable(Params const& params, int batch)
-      : pages(params.shape.key_tokens / kPageSize) {
+  CUTE_DEVICE PageTable(Params const& params, int batch, int first_key = 0)
+      : FirstKey<Config>(first_key), pages(params.shape.key_tokens / kPageSize) {
     ArrayView const& table = feature_array(params, Config::kPageTableArray);
     entries = static_cast<int const*>(table.data) + batch * table.sizes[1];
   }
@@ -77,6 +97,7 @@ class PageWindow<Config, true> {
  public:
   static constexpr bool kPaged = true;
   static constexpr int kPageSize = Config::kPageSize;
+  static constexpr bool kFirstKey = PageTable<Config>::kFirstKey;
   // A part of a tile with fewer keys that begins at a multiple of its size lies in one window.
   static constexpr int kMaxKeys = kWarpSize * kPageStep;
 
@@ -102,6 +123,9 @@ class PageWindow<Config, true> {
                ? page * kPageSize + int(unsigned(key) % kPageSize)
                : -1;
   }
+
+  // See FirstKey.
+  CUTE_DEVICE bool needs(int key) const { return table_.needs(key); }
 
   // Whether a window so far had an invalid entry.
   CUTE_DEVICE bool may_miss() const { return may_miss_; }

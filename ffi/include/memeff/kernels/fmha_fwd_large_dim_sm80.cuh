@@ -74,7 +74,7 @@ struct FmhaForwardLargeDimSm80 {
     KvBlocks const tiles(mask.key_tiles(row, kTileQuery, kTileKey), params.block_mask, item.batch,
                          item.head, item.tile, ceil_div(shape.key_length, kTileKey));
     Origin const queries = query_origin<Config>(shape, item.batch);
-    KeyValueSource<Config> const source(params, item.batch, key_head);
+    KeyValueSource<Config> const source(params, item.batch, key_head, mask.row_begin(row));
     char const* const query_rows =
         row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head);
     // Hazard: the rows after a packed sequence belong to the next one.

@@ -96,7 +96,7 @@ struct FmhaForwardSm80 {
                              ceil_div(shape.key_length, kTileKey));
 
     Origin const queries = query_origin<Config>(shape, item.batch);
-    KeyValueSource<Config> const source(params, item.batch, key_head);
+    KeyValueSource<Config> const source(params, item.batch, key_head, mask.row_begin(row));
     Rows<KeyTile> const keys = {{shared + kStagedKeyOffset, source.row(params.key)},
                                 row_bytes<Element>(params.key),
                                 mask.key_length,

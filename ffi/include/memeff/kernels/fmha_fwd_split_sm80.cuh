@@ -125,7 +125,7 @@ struct FmhaForwardSplitSm80 {
         of_row, mask.key_length, item.split, params.splits));
     GroupBlocks const kv_blocks = blocks_of_group(of_split);
 
-    KeyValueSource<Config> const source(params, item.batch, key_head);
+    KeyValueSource<Config> const source(params, item.batch, key_head, mask.row_begin(row));
     Operands operands(params, key_head, mask.key_length, query_tile + kTileBytes);
     KvTiles kv_tiles(params, source, mask.key_length, kv_blocks.end, consumer_group_tiles);
 

@@ -19,9 +19,12 @@ struct KeyValueSource {
   int head;
   PageTable<Config> pages;
 
+  // `first_key`: with pages, those before it are not copied by address (FirstKey).
   template <class Params>
-  CUTE_DEVICE KeyValueSource(Params const& params, int batch, int key_head)
-      : origin(key_origin<Config>(params.shape, batch)), head(key_head), pages(params, batch) {}
+  CUTE_DEVICE KeyValueSource(Params const& params, int batch, int key_head, int first_key = 0)
+      : origin(key_origin<Config>(params.shape, batch)),
+        head(key_head),
+        pages(params, batch, first_key) {}
 
   // The first element of `row`, for kernels that copy by address.
   CUTE_DEVICE char* row(TensorView const& tensor, int row = 0) const {

@@ -71,16 +71,28 @@ CUTE_DEVICE bool reads_beyond(int length, int end, int rows) {
   return length < (Config::kVarlen ? end : min(end, rows));
 }
 
-// Clears the rows of a tile from `first` on. Rows beyond a length exist in the tensor and may be
-// NaN, and 0 * NaN is not 0. kThreads threads divide the work. Hazard: they must pass
+// Clears the rows of a tile from `first` to `end`. Rows beyond a length exist in the tensor and may
+// be NaN, and 0 * NaN is not 0. kThreads threads divide the work. Hazard: they must pass
 // fence_tma_store() and a barrier before a product reads the tile.
 template <class Tile, int kThreads>
-CUTE_DEVICE void clear_rows(uint32_t tile, int first) {
+CUTE_DEVICE void clear_rows(uint32_t tile, int first, int end = Tile::kRows) {
   constexpr int kChunks = Tile::kColumns / Tile::kChunkColumns;
-  for (int i = first * kChunks + int(threadIdx.x) % kThreads; i < Tile::kRows * kChunks;
-       i += kThreads) {
+  for (int i = first * kChunks + int(threadIdx.x) % kThreads; i < end * kChunks; i += kThreads) {
     store_shared_vector(tile + Tile::byte_offset(i / kChunks, i % kChunks), 0, 0, 0, 0);
   }
+}
+
+// Whether keys and values before a window may be NaN, because their pages may be freed. In calls
+// without pages they must be finite.
+template <class Config>
+constexpr bool kMayBeFreed = Config::kPageSize > 0 && Config::kMask == MaskKind::window;
+
+// The number of rows at the beginning of a tile of `rows` keys, the first of them at `column`, that
+// come before the windows of all rows of queries from `query` on.
+template <class Config, class Mask>
+CUTE_DEVICE int unneeded_rows(Mask const& mask, int query, int column, int rows) {
+  if constexpr (!kMayBeFreed<Config>) return 0;
+  return min(max(mask.row_begin(query) - column, 0), rows);
 }
 
 }  // namespace memeff

@@ -50,8 +50,8 @@ struct TileLoader {
 
   // Starts the copies of keys [first, first + Tile::kRows) of a sequence in pages. `first` is a
   // multiple of kPageStep, and `pool` points to the first row of the pool. Keys from `bound` on,
-  // and keys of pages outside the pool, become zero. All table entries are read before the first
-  // copy, so their latencies overlap.
+  // keys that are not needed (FirstKey), and keys of pages outside the pool become zero. All table
+  // entries are read before the first copy, so their latencies overlap.
   template <class Pages>
   CUTE_DEVICE static void copy_pages(uint32_t tile, char const* pool, long long row_bytes,
                                      Pages const& pages, int first, int bound, int column_bound,
@@ -60,7 +60,8 @@ struct TileLoader {
       copy_pieces(
           tile,
           [&](int row) {
-            int const found = first + row < bound ? pages.row(first + row) : -1;
+            int found = first + row < bound ? pages.row(first + row) : -1;
+            if constexpr (Pages::kFirstKey) found = pages.needs(first + row) ? found : -1;
             return Row{pool + max(found, 0) * row_bytes, found >= 0};
           },
           column_bound, thread);
@@ -89,8 +90,9 @@ struct TileLoader {
           CUTE_UNROLL
           for (int panel = 0; panel < Tile::kPanels; ++panel) {
             int const chunk = thread_chunk + panel * Tile::kChunks;
-            bool const valid =
+            bool valid =
                 found[i] >= 0 && first + row < bound && chunk * Tile::kChunkColumns < column_bound;
+            if constexpr (Pages::kFirstKey) valid = valid && pages.needs(first + row);
             copy_async(
                 tile + row_offset(pass, thread_row, thread_chunk) + panel * Tile::kPanelBytes,
                 source + panel * (Tile::kChunks * 16), valid);

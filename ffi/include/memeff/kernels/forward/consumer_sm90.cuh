@@ -123,6 +123,22 @@ struct WorkTileConsumerSm90 {
     }
   }
 
+  // Likewise for values of a KV block that come before the windows of all rows of the work tile.
+  CUTE_DEVICE static void clear_unneeded_values(Control& control, Mask const& mask,
+                                                WorkItem const& item, int tile,
+                                                PipelineStage<kStages> const& stage, uint32_t tiles,
+                                                int warpgroup) {
+    if constexpr (kMayBeFreed<Config>) {
+      int const end =
+          unneeded_rows<Config>(mask, item.tile * kTileQuery, tile * kTileKey, kTileKey);
+      if (end == 0) return;
+      control.value.wait(stage);
+      Operands::clear_values(Kernel::values(tiles, stage), 0, end);
+      fence_tma_store();
+      named_barrier_sync(Kernel::warpgroup_barrier(warpgroup), kWarpgroupSize);
+    }
+  }
+
   // If the buffer of a KV block has rows beyond the key length, calls clear(row) with the first of
   // them.
   template <class Clear>

@@ -149,6 +149,7 @@ struct ForwardMainLoopSm90 {
       // Not earlier: in the ring the skipped values come before those of this KV block.
       if constexpr (Operands::kScalesRows)
         probabilities = probabilities_of(params, control, tiles, at, item, tile, kept, scores);
+      Consumer::clear_unneeded_values(control, mask, item, tile, at.value, tiles, at.warpgroup);
       begins = last;
     }
     fence_accumulators(sums);
@@ -199,6 +200,7 @@ struct ForwardMainLoopSm90 {
     if (tile > range.begin) control.key.wait(at.key);
     auto probabilities = probabilities_of(params, control, tiles, at, item, tile, kept, scores);
     Consumer::clear_values(control, mask, params.shape, tile, at.value, tiles, at.warpgroup);
+    Consumer::clear_unneeded_values(control, mask, item, tile, at.value, tiles, at.warpgroup);
     return probabilities;
   }
 

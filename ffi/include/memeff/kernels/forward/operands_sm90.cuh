@@ -185,9 +185,9 @@ struct MappedOperands {
   template <class Output, class Probabilities>
   CUTE_DEVICE static void add(Output&, Part const&, Probabilities const&, bool) {}
 
-  // Zeros the rows of a buffer of values from `first` on, with the threads of a consumer.
-  CUTE_DEVICE static void clear_values(uint32_t values, int first) {
-    clear_rows<ValueTile, kWarpgroupSize>(values, first);
+  // Zeros the rows of a buffer of values from `first` to `end`, with the threads of a consumer.
+  CUTE_DEVICE static void clear_values(uint32_t values, int first, int end = ValueTile::kRows) {
+    clear_rows<ValueTile, kWarpgroupSize>(values, first, end);
   }
 
  private:

@@ -137,14 +137,17 @@ class Float8Operands : public SplitTiles<Config> {
   }
 
   // Starts the copies of the scales of the keys from `column` on. Scales of pages that the sequence
-  // does not have become zero, because 0 * NaN would be NaN.
+  // does not have or need become zero, because 0 * NaN would be NaN.
   CUTE_DEVICE void load_scales(int column, int stage, PageWindow<Config> const& pages) const {
     if constexpr (kByPage) {
       int const part = ConsumerGroup::thread();
       int const key = column + part % kParts * kPageStep;
       int const found = pages.row(min(key, length_ - 1));
       if (part >= kParts) return;
-      int const row = key < length_ ? found : -1;
+      int row = key < length_ ? found : -1;
+      if constexpr (PageWindow<Config>::kFirstKey) {
+        row = pages.needs(key + kPageStep - 1) ? row : -1;
+      }
       int const page = max(row, 0) / Config::kPageSize;
       uint32_t const target = stage_scales(stage) + part * 4;
       if constexpr (Config::kKeyScale == PoolScale::pages) {
