@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import paging
 import pytest
+from jax.sharding import AxisType
 from jaxprs import primitives_of
 
 from jax_memeff import UnsupportedError
@@ -256,6 +257,36 @@ def test_no_loop_waits_for_the_device():
         pool, pool, tokens, tokens, table, lengths, starts
     )
     assert not {e.primitive.name for e in primitives_of(jaxpr.jaxpr)} & {"while", "scan", "cond"}
+
+
+def test_only_a_cpu_writes_float8_one_by_one():
+    rng = np.random.default_rng(14)
+    given = arguments(rng)
+    pools = [x.astype(jnp.float8_e4m3fn) for x in given[:2]]
+    traced = jax.jit(appended).trace(*pools, *given[2:])
+    for platform, expected in (("cpu", True), ("cuda", False)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("stablehlo.while" in text) == expected
+
+
+def test_tokens_of_each_device_in_a_replicated_float8_pool():
+    """Inside shard_map the tokens vary over the devices, and the pool does not yet."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rng = np.random.default_rng(15)
+    keys, values, key, value, table, lengths = arguments(rng)
+    pools = [x.astype(jnp.float8_e4m3fn) for x in (keys, values)]
+    rows, pool = jax.P("x"), jax.P()
+
+    def each(*own):
+        return [x[None] for x in appended(*own)]
+
+    sharded = jax.shard_map(each, mesh=mesh, in_specs=(pool, pool, *[rows] * 4), out_specs=rows)
+    found = jax.jit(sharded)(*pools, key, value, table, lengths)
+    for index in range(2):
+        own = slice(2 * index, 2 * index + 2)
+        want = append(*pools, key[own], value[own], table[own], lengths[own])
+        for got, expected in zip(found, want, strict=True):
+            np.testing.assert_array_equal(got[index].astype("float32"), expected.astype("float32"))
 
 
 @pytest.mark.parametrize("loop", ["scan", "while"])
