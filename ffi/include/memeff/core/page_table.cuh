@@ -25,9 +25,13 @@ struct PoolScales {
   }
 };
 
-// With a window, the keys before the first key of a work tile's first row. No row of the tile needs
-// them: their pages may be freed, and hold NaN. Kernels without a window have no such keys.
-template <class Config, bool kOn = Config::kMask == MaskKind::window>
+// Whether keys and values before a window may be NaN, because their pages may be freed. In calls
+// without pages they must be finite.
+template <class Config>
+constexpr bool kMayBeFreed = Config::kPageSize > 0 && Config::kMask == MaskKind::window;
+
+// The first key of a work tile's first row: no row of the tile needs the keys before it.
+template <class Config, bool kOn = kMayBeFreed<Config>>
 struct FirstKey {
   static constexpr bool kFirstKey = false;
 

@@ -3,6 +3,7 @@
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/arch/tma.cuh>
+#include <memeff/core/page_table.cuh>
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/layout/tensor_rows.cuh>
@@ -81,11 +82,6 @@ CUTE_DEVICE void clear_rows(uint32_t tile, int first, int end = Tile::kRows) {
     store_shared_vector(tile + Tile::byte_offset(i / kChunks, i % kChunks), 0, 0, 0, 0);
   }
 }
-
-// Whether keys and values before a window may be NaN, because their pages may be freed. In calls
-// without pages they must be finite.
-template <class Config>
-constexpr bool kMayBeFreed = Config::kPageSize > 0 && Config::kMask == MaskKind::window;
 
 // The number of rows at the beginning of a tile of `rows` keys, the first of them at `column`, that
 // come before the windows of all rows of queries from `query` on.

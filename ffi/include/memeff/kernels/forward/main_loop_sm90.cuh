@@ -124,8 +124,7 @@ struct ForwardMainLoopSm90 {
       }
       tile = range.next(tile);
       fence_accumulators(sums);
-      if constexpr (Operands::kSequential) begin_output();
-      if constexpr (Operands::kSequential) end_output();
+      if constexpr (Operands::kSequential) begin_output(), end_output();
       auto const [kept, reads] = multiply_keys<Operands::kSequential ? 0 : 1>(
           params, control, tiles, at, item, tile, queries, linear, scores, begin_output);
       release_operands(control, at, tile == range.begin);

@@ -162,7 +162,7 @@ struct LatentConsumerSm90 {
     auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
     fence_accumulators(scores);
     auto const probabilities = as_left_operand<Element>(scores);
-    publish(params, control, tiles, at, mask, tile, softmax, correction, probabilities);
+    publish(params, control, tiles, at, mask, part, block, softmax, correction, probabilities);
     Softmax::rescale(output, correction);
     add_values(control, tiles, at, at.warpgroup, probabilities, output);
     at.own_parity ^= 1;
@@ -195,8 +195,8 @@ struct LatentConsumerSm90 {
   // Passes the probabilities of a KV block to the other consumer, with the softmax references.
   template <class Probabilities>
   CUTE_DEVICE static void publish(ForwardParams const& params, Control& control, uint32_t tiles,
-                                  Position const& at, Mask const& mask,
-                                  ScoreTilePosition const& tile, Softmax const& softmax,
+                                  Position const& at, Mask const& mask, KeyPart const& part,
+                                  int block, Softmax const& softmax,
                                   typename Softmax::Correction const& correction,
                                   Probabilities const& probabilities) {
     // Hazard: every warp of this consumer must have read the other's probabilities, which these
@@ -204,16 +204,18 @@ struct LatentConsumerSm90 {
     named_barrier_sync(Kernel::warpgroup_barrier(at.warpgroup), kWarpgroupSize);
     store_operand<ProbabilityTile, ScoreGrid>(tiles + Kernel::kProbabilityOffset, probabilities);
     Exchange::publish(control.references, softmax, correction);
+    int const column = block * kTileKey;
+    bool clears = reads_beyond<Config>(mask.key_length, column + kTileKey, params.shape.key_length);
     // Hazard: clear the value columns only. The other columns are already released.
     using Values = SharedTile<kTileKey, Config::kValueDim>;
-    uint32_t const values = Kernel::keys(tiles, at.warpgroup);
-    int const unneeded = unneeded_rows<Config>(mask, tile.row, tile.column, kTileKey);
-    bool const clears =
-        unneeded > 0 ||
-        reads_beyond<Config>(mask.key_length, tile.column + kTileKey, params.shape.key_length);
     if (clears) {
-      clear_rows<Values, kWarpgroupSize>(values, max(mask.key_length - tile.column, 0));
-      if constexpr (kMayBeFreed<Config>) clear_rows<Values, kWarpgroupSize>(values, 0, unneeded);
+      clear_rows<Values, kWarpgroupSize>(Kernel::keys(tiles, at.warpgroup),
+                                         max(mask.key_length - column, 0));
+    }
+    if constexpr (kMayBeFreed<Config>) {
+      int const unneeded = unneeded_rows<Config>(mask, part.tile * kTileQuery, column, kTileKey);
+      clears = clears || unneeded > 0;
+      clear_rows<Values, kWarpgroupSize>(Kernel::keys(tiles, at.warpgroup), 0, unneeded);
     }
     fence_tma_store();
     if (clears) named_barrier_sync(Kernel::warpgroup_barrier(at.warpgroup), kWarpgroupSize);
