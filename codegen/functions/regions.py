@@ -26,10 +26,8 @@ def constant_along_diagonals(program: Program) -> tuple[bool, ...]:
     (False, False, True)
     """
     constant: list[bool] = []
-    slopes: list[Slopes | None] = []
-    for index, value in enumerate(program.values):
-        own = _slopes(program, index, slopes)
-        slopes.append(own)
+    slopes = _all_slopes(program)
+    for value, own in zip(program.values, slopes, strict=True):
         cancels = own is not None and sum(own) % 2**32 == 0
         composed = all(constant[arg] for arg in value.args)
         is_input = value.op in ("query", "key", "score")
@@ -45,6 +43,26 @@ def diagonal_reads(program: Program) -> frozenset[int]:
         for read in program.float_reads
         if constant[read] and {"query", "key"} <= program.dependence(read)
     )
+
+
+def indices_of_columns(program: Program, read: int) -> tuple[int, ...]:
+    """The dims of an array whose index in this read differs between the columns of a row.
+
+    These indices are recognized as sums that contain a multiple of the key. Rounded, clipped and
+    absolute ones may be the same for several columns.
+
+    >>> from jax_memeff.codegen.functions.program import CapturedType, Value
+    >>> subtract = Value("sub", "int32", (1, 2))
+    >>> read = Value("read", "float32", (0, 3), (("array", 0), ("mode", "clip")))
+    >>> inputs = Value("head", "int32"), Value("query", "int32"), Value("key", "int32")
+    >>> indices_of_columns(
+    ...     Program((*inputs, subtract, read), (4,), (CapturedType("float32", 2),)), 4
+    ... )
+    (1,)
+    """
+    slopes = _all_slopes(program)
+    found = (slopes[_before_wrapping(program, index)] for index in program.values[read].args)
+    return tuple(dim for dim, own in enumerate(found) if own is not None and own[1] % 2**32)
 
 
 def adds_along_diagonals(program: Program) -> bool:
@@ -94,6 +112,28 @@ def block_sizes(program: Program, axis: str) -> frozenset[int]:
             elif 0 <= size < 31:  # wider shifts move all bits out
                 found.add(2**size)
     return frozenset(size for size in found if size > 1)
+
+
+def _before_wrapping(program: Program, index: int) -> int:
+    """The index to which JAX adds the size of the dim if it is negative, or the index itself."""
+    value = program.values[index]
+    if value.op == "select_n":
+        test, own, *others = value.args
+        predicate, wrapped = program.values[test], program.values[others[0]]
+        if (
+            (predicate.op, predicate.args[0]) == ("lt", own)
+            and (wrapped.op, wrapped.args[0]) == ("add", own)
+            and program.values[wrapped.args[1]].op == "size"
+        ):
+            return own
+    return index
+
+
+def _all_slopes(program: Program) -> list[Slopes | None]:
+    slopes: list[Slopes | None] = []
+    for index in range(len(program.values)):
+        slopes.append(_slopes(program, index, slopes))
+    return slopes
 
 
 def _slopes(program: Program, index: int, slopes: list[Slopes | None]) -> Slopes | None:

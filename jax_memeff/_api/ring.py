@@ -210,7 +210,9 @@ def ring_attention(
     combined = _canonical(combined, scores, columns, longest, named["offsets"])
     _same_on_all_devices(axis_name, "query", combined.query_lengths)
     _same_on_all_devices(axis_name, "key", combined.key_lengths)
-    options = dataclasses.replace(options, row_maxima=with_max_logits)
+    options = dataclasses.replace(
+        options, row_maxima=with_max_logits, has_whole_rows=method != "ring"
+    )
     ring = Ring(axis_name, devices, layout, method, options)
     # The ring sets the positions.
     arrays["position"] = None

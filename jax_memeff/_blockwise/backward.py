@@ -4,6 +4,10 @@ The probabilities are recomputed from the logsumexp, tile by tile, as in Dao, Fu
 Re, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), appendix
 B.4. The outer loop runs over Q blocks: the gradient of a Q block is accumulated in place, the
 gradients of key and value in buffers of the size of key and value.
+
+``rowsum(dout * out)`` follows from the output, unless that has too few digits
+(``_call/functions.py``). Then it is ``sum(p * dp)``, from a first loop over the KV blocks of each Q
+block.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from jax import lax
 
 from jax_memeff._blockwise.tiles import (
     Problem,
+    Tile,
     dot,
     grouped,
     has_probabilities,
@@ -26,6 +31,7 @@ from jax_memeff._blockwise.tiles import (
     write_block,
 )
 from jax_memeff._call.divisors import gradient_shape, summed
+from jax_memeff._call.functions import needs_exact_delta
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.operands.arrays import Operands
@@ -122,7 +128,11 @@ def _backward_loops(
     dlse: jax.Array | None,
 ) -> _Sums:
     rows, cols, dtype = problem.rows, problem.cols, problem.accumulator
-    dout, lse, row_term = _row_arrays(problem, row_is_live, out, lse, dout, dlse)
+    needed = tuple(x is not None for x in sums.captured)
+    has_exact_delta = needs_exact_delta(problem.operands, problem.options, needed)
+    dout, lse, row_term = _row_arrays(
+        problem, row_is_live, None if has_exact_delta else out, lse, dout, dlse
+    )
     needs_scores_grad = bool(jax.tree.leaves(sums._replace(value=None)))
     captured = {i: problem.captured[i] for i, x in enumerate(sums.captured) if x is not None}
 
@@ -134,21 +144,41 @@ def _backward_loops(
         lse_tile = lax.dynamic_slice_in_dim(lse, row, rows.size, 3)
         row_term_tile = lax.dynamic_slice_in_dim(row_term, row, rows.size, 3)
 
+        def probabilities_of(key: jax.Array, col: jax.Array, first_col: jax.Array):
+            bias = problem.bias_tile(row, col)
+            tile = problem.tile(query, key, bias, row, col, first_row, first_col)
+            return tile, jnp.exp(tile.scores - lse_tile)
+
+        def kept_gradient(tile: Tile, col: jax.Array) -> jax.Array:
+            dprobabilities = dot("bkgth,bksh->bkgts", dout_tile, problem.value_tile(row, col))
+            return select(tile.keep, dprobabilities)
+
+        def add_to_row_term(index: jax.Array, row_term: jax.Array) -> jax.Array:
+            col, first_col = cols.start(index)
+
+            def update(row_term: jax.Array) -> jax.Array:
+                tile, probabilities = probabilities_of(problem.key_tile(row, col), col, first_col)
+                terms = probabilities * kept_gradient(tile, col)
+                return row_term + jnp.sum(terms, -1, keepdims=True)
+
+            return when(problem.may_attend(row, col), update, row_term)
+
+        if has_exact_delta:
+            row_term_tile = lax.fori_loop(0, cols.count, add_to_row_term, row_term_tile)
+
         def key_block(index: jax.Array, sums: _Sums) -> _Sums:
             col, first_col = cols.start(index)
 
             def update(local: _Sums) -> _Sums:
-                key, bias = problem.key_tile(row, col), problem.bias_tile(row, col)
-                tile = problem.tile(query, key, bias, row, col, first_row, first_col)
-                probabilities = jnp.exp(tile.scores - lse_tile)
+                key = problem.key_tile(row, col)
+                tile, probabilities = probabilities_of(key, col, first_col)
                 dvalue = local.value
                 if dvalue is not None:
                     kept = select(tile.keep, probabilities)
                     dvalue = dvalue + dot("bkgts,bkgth->bksh", kept, dout_tile)
                 if not needs_scores_grad:
                     return local._replace(value=dvalue)
-                dprobabilities = dot("bkgth,bksh->bkgts", dout_tile, problem.value_tile(row, col))
-                dscores = probabilities * (select(tile.keep, dprobabilities) - row_term_tile)
+                dscores = probabilities * (kept_gradient(tile, col) - row_term_tile)
                 dbias = local.bias
                 if dbias is not None:
                     flat = dscores.reshape(dscores.shape[0], -1, rows.size, cols.size)
@@ -197,21 +227,23 @@ def _backward_loops(
 def _row_arrays(
     problem: Problem,
     row_is_live: jax.Array,
-    out: jax.Array,
+    out: jax.Array | None,
     lse: jax.Array,
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The per-row arrays of the tiles: ``dout``, the logsumexp, and ``rowsum(dout * out) - dlse``.
 
-    The last one is D in the paper, which is subtracted from dP in every element of the row. All are
-    grouped by key heads. In rows that are not live, the logsumexp is inf, D is 0, and ``dout`` is
-    multiplied by probabilities of 0.
+    The last one is D in the paper, which is subtracted from dP in every element of the row; without
+    ``out`` it is ``-dlse``. All are grouped by key heads. In rows that are not live, the logsumexp
+    is inf, D is 0, and ``dout`` is multiplied by probabilities of 0.
     """
     dtype, kv_heads = problem.accumulator, problem.key.shape[1]
     dout = jnp.where(rows_within_lengths(problem.operands.mask, lse)[..., None], dout, 0)
-    row_term = jnp.sum(dout.astype(dtype) * out.astype(dtype), -1)
-    row_term = jnp.where(row_is_live, row_term, 0)
+    row_term = problem.zeros(*lse.shape)
+    if out is not None:
+        row_term = jnp.sum(dout.astype(dtype) * out.astype(dtype), -1)
+        row_term = jnp.where(row_is_live, row_term, 0)
     if dlse is not None:
         row_term = row_term - dlse.astype(dtype)
     lse = jnp.where(row_is_live, lse, jnp.inf)

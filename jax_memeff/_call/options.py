@@ -69,6 +69,8 @@ class Options:
     residual_checkpoint_name: str | None = None
     """The name of output and logsumexp for the policies of ``jax.checkpoint``; None means the
     default names of ``derivatives.named``."""
+    has_whole_rows: bool = True
+    """Whether the keys are all keys of each row; a product of a ring has a part of them."""
     divisors: Divisors = dataclasses.field(default_factory=Divisors)
     batch_axes: tuple[int, ...] = ()
     """The sizes of the axes that ``jax.vmap`` put into the batch, outermost first, and of the

@@ -8,6 +8,7 @@ import pytest
 from jax_memeff._functions.trace import traced_score_function
 from jax_memeff.codegen.features import FUNCTIONS, AskedBias
 from jax_memeff.codegen.features.functions import AskedFunctions
+from jax_memeff.codegen.functions.regions import indices_of_columns
 from jax_memeff.codegen.functions.sums import MOST_STRIPS, Sum, read_sums, strips
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.select import select
@@ -33,6 +34,29 @@ def test_the_index_decides_the_sum(index, expected):
     program, _ = traced_score_function(lambda s, *at: s + VECTOR[index(*at)])
     assert read_sums(program, range(len(program.arrays))) == (expected,)
     assert read_sums(program, set()) == (Sum.NONE,)
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (lambda b, h, q, k: h, ()),
+        (lambda b, h, q, k: q, ()),
+        (lambda b, h, q, k: k, (0,)),
+        (lambda b, h, q, k: q - k + h, (0,)),
+        (lambda b, h, q, k: q - k - 64, (0,)),  # a negative index counts from the end
+        (lambda b, h, q, k: abs(q - k), ()),
+        (lambda b, h, q, k: jnp.clip(q - k + 8, 0, 15), ()),
+        (lambda b, h, q, k: (q - k) // 4 + 32, ()),
+        (lambda b, h, q, k: DOCUMENTS[k], ()),
+        (lambda b, h, q, k: jnp.where(k > 8, k, k + 4), ()),
+        (lambda b, h, q, k: k * q, ()),
+        (lambda b, h, q, k: 2 * k, ()),  # the program does not contain the factor
+    ],
+)
+def test_indices_that_differ_between_the_columns_of_a_row(index, expected):
+    program, _ = traced_score_function(lambda s, *at: s + VECTOR[index(*at)])
+    (read,) = program.float_reads
+    assert indices_of_columns(program, read) == expected
 
 
 def test_few_sums_pass_through_shared_memory():
