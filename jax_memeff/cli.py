@@ -279,7 +279,7 @@ def _features(options: argparse.Namespace, sums_gradients: bool) -> dict[str, An
         return features
     # Tracing imports JAX, which the other commands do not need.
     named_functions = importlib.import_module("jax_memeff._cuda.named_functions")
-    return named_functions.added(features, *names, gradients=sums_gradients)
+    return named_functions.added(features, *names, dtype=options.dtype, gradients=sums_gradients)
 
 
 def _archs(options: argparse.Namespace) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .bias import BIAS, AskedBias, CompiledBias
+from .delta import EXACT_DELTA
 from .deterministic import DETERMINISTIC
 from .dropout import DROPOUT
 from .feature import OPERANDS, Feature, Flag, Operand
@@ -28,6 +29,7 @@ __all__ = [
     "BY_NAME",
     "DETERMINISTIC",
     "DROPOUT",
+    "EXACT_DELTA",
     "FEATURES",
     "FUNCTIONS",
     "LENGTHS",
@@ -99,6 +101,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     BIAS,
     SINKS,
     ROW_MAXIMA,
+    EXACT_DELTA,
     DETERMINISTIC,
 )
 """In the order of names, configurations and reasons. ``Feature`` documents an entry."""

@@ -114,7 +114,7 @@ class FmhaBwdLargeDimSm80(MmaBackward, LargeDimKernel):
 
         gradient = bias_gradient(spec)
         without_sums = spec.shared_bytes - captured_sum_bytes(spec)
-        entries = [own("preprocess")]
+        entries = [own("preprocess"), *self.delta(spec)]
         if "query" in spec.gradients:
             entries.append(own("dq", without_sums, block_mask=spec.block_mask("queries")))
         sums_bias = gradient in ("full", "common", "columns")

@@ -12,7 +12,7 @@ from jax_memeff.codegen.features import MASK
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.functions.sums import Sum
-from jax_memeff.codegen.kernels.bases.backward import MmaBackward
+from jax_memeff.codegen.kernels.bases.backward import Entries, MmaBackward
 from jax_memeff.codegen.kernels.bases.families import (
     EVERY_MASK,
     PROBABILITY_MODIFIERS,
@@ -313,7 +313,7 @@ class FmhaBwdSm80(MmaBackward):
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         return summing_entry_points(
             spec,
-            self.main(spec, key_tile_grid(spec), spec.block_mask("keys")),
+            (*self.delta(spec), self.main(spec, key_tile_grid(spec), spec.block_mask("keys"))),
             stage(
                 spec,
                 "dbias",
@@ -360,11 +360,12 @@ def dbias_bytes(spec: KernelSpec) -> int:
 
 
 def summing_entry_points(
-    spec: KernelSpec, main: EntryPoint, dbias: EntryPoint, tiles: str = "", overlaps: bool = False
-) -> tuple[EntryPoint, ...]:
-    """The entry points of a backward whose CTAs add to dq. Kernels that round the sums read them in
-    the layout of the main kernel's threads, so they have the same number of threads; ``tiles`` is
-    the class of that layout. ``overlaps`` is whether the sums are rounded beside the last CTAs.
+    spec: KernelSpec, mains: Entries, dbias: EntryPoint, tiles: str = "", overlaps: bool = False
+) -> Entries:
+    """The entry points of a backward whose CTAs add to dq, ``mains`` among them. Kernels that round
+    the sums read them in the layout of the main kernel's threads, so they have the same number of
+    threads; ``tiles`` is the class of that layout. ``overlaps`` is whether the sums are rounded
+    beside the last CTAs.
     """
     threads = spec.computing_threads
 
@@ -372,7 +373,7 @@ def summing_entry_points(
         class_name = f"FmhaBackward{name}<Config{tiles}>"
         return stage(spec, suffix, class_name, threads, shared_bytes, **rest)
 
-    entries = [around("preprocess", "Preprocess"), main]
+    entries = [around("preprocess", "Preprocess"), *mains]
     if "query" in spec.gradients:
         query_tile = spec.tile.query * tile_columns(spec.padded_head_dim) * spec.element_bytes
         entries.append(around("postprocess", "Postprocess", query_tile, overlaps=overlaps))

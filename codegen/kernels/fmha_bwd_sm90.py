@@ -344,7 +344,7 @@ class FmhaBwdSm90(WgmmaBackward):
         tiles = ", memeff::BackwardTilesSm90<Config>"
         return summing_entry_points(
             spec,
-            self.main(spec, grid, spec.block_mask("keys")),
+            (*self.delta(spec), self.main(spec, grid, spec.block_mask("keys"))),
             self.dbias(spec, f"FmhaBackwardDbias<Config{tiles}>"),
             tiles,
             overlaps=self.counts_kv_blocks(spec),

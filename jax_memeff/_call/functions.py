@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff._call.compat import InconclusiveDimensionOperation
 from jax_memeff._call.offsets import Index, Offsets
 from jax_memeff._call.operands.arrays import FunctionState
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
+from jax_memeff._compat import InconclusiveDimensionOperation
 from jax_memeff.codegen.functions.program import Program
 from jax_memeff.codegen.functions.regions import indices_of_columns
 

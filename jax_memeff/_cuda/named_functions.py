@@ -11,12 +11,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_memeff._call.functions import adds_columns
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.scaling import Scaling
 from jax_memeff._cuda.functions import in_kernel_types
 from jax_memeff._functions.trace import traced_mask_function, traced_score_function
-from jax_memeff.codegen.features import DETERMINISTIC, FUNCTIONS, SOFT_CAP
+from jax_memeff.codegen.features import DETERMINISTIC, EXACT_DELTA, FUNCTIONS, SINKS, SOFT_CAP
+from jax_memeff.codegen.features.delta import AskedDelta
 from jax_memeff.codegen.features.functions import AskedFunctions
+from jax_memeff.codegen.problem import DTYPE_BYTES, Dtype
 from jax_memeff.errors import UnsupportedError
 
 Trace = Callable[[Callable[..., Any]], Any]
@@ -26,14 +29,21 @@ _CAP = 30.0
 
 
 def added(
-    features: Mapping[str, Any], score: str | None, mask: str | None, *, gradients: bool
+    features: Mapping[str, Any],
+    score: str | None,
+    mask: str | None,
+    *,
+    dtype: Dtype,
+    gradients: bool,
 ) -> dict[str, Any]:
     """The features of a problem, by name, with the structures of the functions.
 
     Args:
         features: those without functions.
         score, mask: ``"MODULE:NAME"``. The module may be in the current directory. The function
-            reads the arrays in its scope.
+            reads the arrays in its scope. The length of sequences is unknown: an array that has an
+            index for the columns is taken to have an element for each.
+        dtype: that of the problem.
         gradients: whether the gradients of all float arrays that the score function reads are
             needed.
 
@@ -42,6 +52,7 @@ def added(
         UnsupportedError: a function has no scalar form.
     """
     found, score_program, mask_program, summed = dict(features), None, None, ()
+    delta = None
     if score is not None:
         scaling = Scaling(1.0, _CAP if found[SOFT_CAP.name] else None)
         found[SOFT_CAP.name] = SOFT_CAP.off  # the cap becomes part of the function
@@ -51,12 +62,15 @@ def added(
         if gradients:
             is_float = [jnp.issubdtype(array.dtype, jnp.floating) for array in arrays]
             summed = tuple(index for index, own in enumerate(is_float) if own)
+            shapes = [array.shape for array in arrays]
+            if DTYPE_BYTES[dtype] == 2 and adds_columns(program, shapes, is_float, 0):
+                delta = AskedDelta(has_sinks=found[SINKS.name])
     if mask is not None:
         program, _ = _traced("--mask-function", mask, traced_mask_function)
         mask_program = in_kernel_types(program).structure
     exact = bool(summed) and found[DETERMINISTIC.name]
     asked = AskedFunctions(score_program, mask_program, gradients=summed, exact=exact)
-    return found | {FUNCTIONS.name: asked}
+    return found | {FUNCTIONS.name: asked, EXACT_DELTA.name: delta}
 
 
 def mask(text: str) -> Mask:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from jax_memeff._call import divisors
+from jax_memeff._call.functions import needs_exact_delta
 from jax_memeff._call.mask import Window
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.operands.gradients import NeedsGrad, array_of, differentiable
@@ -13,6 +14,7 @@ from jax_memeff._call.options import Options
 from jax_memeff._cuda import functions
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.features.bias import BiasLayout
+from jax_memeff.codegen.features.delta import AskedDelta
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.problem import Direction, Dtype, Problem
 
@@ -54,6 +56,17 @@ class Call:
         """The user's functions, without the values of their literals."""
         needs_grad = None if self.is_tangent else self.needs_grad
         return functions.asked(self.operands, self.options, needs_grad)
+
+    @property
+    def exact_delta(self) -> AskedDelta | None:
+        """Present if the kernels sum gradients for which a rounded output has too few digits."""
+        if self.is_tangent or self.needs_grad is None:
+            return None
+        needed = self.needs_grad.captured
+        own = functions.gradients_in_kernels(self.operands, self.options, self.needs_grad)
+        if not own or not needs_exact_delta(self.operands, self.options, needed):
+            return None
+        return AskedDelta(has_sinks=self.operands.sinks is not None)
 
     @property
     def windows(self) -> tuple[Window | None, Window | None]:

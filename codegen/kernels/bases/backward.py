@@ -7,26 +7,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from jax_memeff.codegen import gpu, shared_memory
-from jax_memeff.codegen.features import BIAS, DETERMINISTIC
+from jax_memeff.codegen.features import BIAS, DETERMINISTIC, EXACT_DELTA
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.bases.families import (
+    COLUMN_STEP_BYTES,
     WARPGROUP_ROWS,
+    WARPGROUP_THREADS,
     MmaKernel,
     WgmmaKernel,
     WgmmaTile,
+    columns_of_warp,
     mma_tile,
     panel_columns,
     stage,
 )
+from jax_memeff.codegen.kernels.bases.grids import query_tile_grid
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes, round_up
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, Kernel, KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
+Entries = tuple[EntryPoint, ...]
+"""In launch order."""
+
 PART_COLUMNS = 64
 """Columns of the operands that the dbias kernel copies at a time."""
+
+_DELTA_ROWS = 128
+"""Queries of a CTA of the delta kernel: two consumers hide each other's exponentials."""
 
 
 class Backward(Kernel):
@@ -111,6 +121,21 @@ class MmaBackward(Backward, MmaKernel):
         """One row for each row of warps."""
         return spec.tile.query // 16
 
+    def delta(self, spec: KernelSpec) -> Entries:
+        """The kernel that takes delta from the scores, if it is asked for: two buffers of one step
+        of query and key, the statistics of the rows, and two sums of each row for each of the warps
+        that share it.
+        """
+        if spec[EXACT_DELTA] is None:
+            return ()
+        query, key, warps = spec.tile.query, spec.tile.key, spec.threads // 32
+        sharing = key // columns_of_warp(query, key, warps)
+        shared_bytes = 2 * (query + key) * COLUMN_STEP_BYTES
+        shared_bytes += query * (shared_memory.STATISTICS_BYTES + 8 * sharing)
+        block_mask = spec.block_mask("queries")
+        name = "FmhaBackwardDelta<Config>"
+        return (stage(spec, "delta", name, spec.threads, shared_bytes, block_mask=block_mask),)
+
 
 class WgmmaBackward(Backward, WgmmaKernel):
     """The common base of the wgmma backward kernels."""
@@ -162,6 +187,27 @@ class WgmmaBackward(Backward, WgmmaKernel):
             takes_maps=True,
             block_mask=spec.block_mask("queries", side, side),
         )
+
+    def delta(self, spec: KernelSpec) -> Entries:
+        """The kernel that takes delta from the scores, if it is asked for: tiles of query and dO,
+        and two buffers each of keys and of values.
+        """
+        if spec[EXACT_DELTA] is None:
+            return ()
+        columns = spec.padded_head_dim + spec.padded_value_dim
+        shared_bytes = (_DELTA_ROWS + 2 * spec.tile.key) * columns * spec.element_bytes
+        shared_bytes += (1 + 2 + 2) * shared_memory.PIPELINE_BYTES
+        kernel = stage(
+            spec,
+            "delta",
+            "FmhaBackwardSm90Delta<Config>",
+            WARPGROUP_THREADS * (_DELTA_ROWS // WARPGROUP_ROWS + 1),
+            shared_bytes,
+            grid=query_tile_grid(spec, _DELTA_ROWS),
+            takes_maps=True,
+            block_mask=spec.block_mask("queries", _DELTA_ROWS),
+        )
+        return (kernel,)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         found = dict(super().constants(spec))

@@ -16,10 +16,10 @@ def has_token_grid(spec: KernelSpec) -> bool:
     return spec[VARLEN] and bias_gradient(spec) in ("none", "dbias_kernel")
 
 
-def query_tile_grid(spec: KernelSpec) -> Grid:
-    """A CTA for each tile of queries of a head."""
+def query_tile_grid(spec: KernelSpec, rows: int | None = None) -> Grid:
+    """A CTA for each tile of queries of a head, of ``rows`` rows or as large as the spec's."""
     tiles = "N*all_queries" if has_token_grid(spec) else "B*N*T"
-    return Grid(f"{tiles}/{spec.tile.query}")
+    return Grid(f"{tiles}/{rows or spec.tile.query}")
 
 
 def key_tile_grid(spec: KernelSpec) -> Grid:

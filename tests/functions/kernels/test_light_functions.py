@@ -9,8 +9,10 @@ import pytest
 from jax_memeff._functions.trace import traced_mask_function, traced_score_function
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features import AskedBias
+from jax_memeff.codegen.features.delta import AskedDelta
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.toolchain import compile as compiler
 
 SLOPES = jnp.ones(4)
 IDS = np.arange(500) // 40
@@ -23,10 +25,10 @@ DOCUMENTS, _ = traced_mask_function(lambda b, h, q, k: jnp.asarray(IDS)[q] == jn
 ON, OFF = "kLinearScores = true;", "kLinearScores = false;"
 
 
-def backward(score, where=None, head_dim=64, gradients=(), **features):
+def backward(score, where=None, head_dim=64, gradients=(), arch="sm_90a", **features):
     asked = {"functions": AskedFunctions(score, where, gradients=gradients), **features}
     needs_grad = ("query", "key", "value", *(("captured",) if gradients else ()))
-    problem = Problem("backward", "bf16", head_dim, head_dim, "sm_90a", asked, needs_grad)
+    problem = Problem("backward", "bf16", head_dim, head_dim, arch, asked, needs_grad)
     return select.select(problem)
 
 
@@ -76,3 +78,25 @@ def test_other_kernels_evaluate_functions_element_by_element(spec):
 )
 def test_light_functions_have_larger_tiles_at_head_dim_64(score, where, gradients, queries):
     assert backward(score, where, gradients=gradients).tile.query == queries
+
+
+@pytest.mark.rotating(3)
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "features"),
+    [
+        ("sm_90a", 64, {"varlen": True}),
+        ("sm_90a", 128, {"bias": AskedBias("16"), "dropout": True, "mask": "causal"}),
+        ("sm_80", 64, {"bias": AskedBias("32"), "dropout": True}),
+    ],
+)
+def test_kernels_of_delta_have_registers_for_features(arch, head_dim, features):
+    """The samples of all kernels have none with functions."""
+    pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
+    delta = AskedDelta(has_sinks=False)
+    spec = backward(
+        ALIBI, head_dim=head_dim, gradients=(0,), arch=arch, exact_delta=delta, **features
+    )
+    compiled = compiler.compile(spec, arch)
+    (own,) = (x for x in compiled.resources if x.name == f"{spec.name}_delta")
+    assert own.spill_store == 0
+    assert compiled.warnings == ()

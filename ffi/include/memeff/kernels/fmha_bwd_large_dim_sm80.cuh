@@ -14,6 +14,7 @@
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dbias/large_dim.cuh>
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
+#include <memeff/kernels/backward/large_dim/delta_sm80.cuh>
 #include <memeff/kernels/backward/large_dim/scores_sm80.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/schedule/grid.cuh>
@@ -28,12 +29,6 @@ struct FmhaBackwardLargeDimPreprocess : FmhaBackwardPreprocess<WithoutQueryGradi
 
 template <class Config>
 using FmhaBackwardLargeDimDbiasPostprocess = FmhaBackwardDbiasPostprocess<Config>;
-
-// For the dq kernel: FmhaBackwardLargeDimDkdv has the gradient of the bias.
-template <class Config>
-struct WithoutBiasGradient : Config {
-  static constexpr auto kBiasGradient = BiasGradient::none;
-};
 
 // The kernel that owns queries.
 template <class Config>

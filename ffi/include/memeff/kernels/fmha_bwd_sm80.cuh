@@ -26,6 +26,7 @@
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/dbias/sm80.cuh>
 #include <memeff/kernels/backward/dq_sums/add.cuh>
+#include <memeff/kernels/backward/large_dim/delta_sm80.cuh>
 #include <memeff/kernels/backward/postprocess.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
 #include <memeff/kernels/backward/scores_sm80.cuh>

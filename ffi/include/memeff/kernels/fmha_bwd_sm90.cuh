@@ -26,6 +26,7 @@
 #include <memeff/core/work_item.cuh>
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/dbias/sm90.cuh>
+#include <memeff/kernels/backward/dq/delta.cuh>
 #include <memeff/kernels/backward/dq_sums/sm90.cuh>
 #include <memeff/kernels/backward/one_kernel/consumer.cuh>
 #include <memeff/kernels/backward/one_kernel/epilogue.cuh>

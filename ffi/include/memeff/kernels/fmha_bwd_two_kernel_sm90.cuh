@@ -13,7 +13,7 @@
 #include <memeff/kernels/backward/dbias/postprocess.cuh>
 #include <memeff/kernels/backward/dbias/sm90.cuh>
 #include <memeff/kernels/backward/dkdv/kernel.cuh>
-#include <memeff/kernels/backward/dq_sm90.cuh>
+#include <memeff/kernels/backward/dq/kernel.cuh>
 #include <memeff/kernels/backward/preprocess.cuh>
 
 namespace memeff {

@@ -11,6 +11,11 @@ struct PairedStatistics {
   CUTE_DEVICE static void store(float* statistics, int row, float logsumexp, float delta) {
     reinterpret_cast<float2*>(statistics)[row] = make_float2(logsumexp, delta);
   }
+
+  // The logsumexp and delta of one row.
+  CUTE_DEVICE static float2 load(float const* statistics, int row) {
+    return reinterpret_cast<float2 const*>(statistics)[row];
+  }
 };
 
 // Sixteen logsumexps, then sixteen deltas, for products whose columns are these rows. Lane q of a

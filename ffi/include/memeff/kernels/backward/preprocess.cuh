@@ -166,4 +166,27 @@ struct FmhaBackwardPreprocess {
   }
 };
 
+// The statistics of all rows of a head.
+template <class Tiles>
+CUTE_DEVICE float* row_statistics(BackwardParams const& params, int batch, int head) {
+  return params.row_statistics +
+         Tiles::tile_index(params, batch, head, 0) * (2 * Tiles::kTileQuery);
+}
+
+// Replaces the delta of a row with keys by `dot` - dlse, for the kernels that sum the dot product
+// from the scores: it has more digits than that of dO and out.
+template <class Config, class Tiles>
+CUTE_DEVICE void replace_delta(BackwardParams const& params, int batch, int head, int row,
+                               float logsumexp, float dot) {
+  if (logsumexp == infinity()) return;
+  Origin const origin = query_origin<Config>(params.shape, batch);
+  long long const place = logsumexp_offset<Config>(params.shape, origin, head) + row;
+  float delta = dot;
+  if (params.logsumexp_gradient != nullptr) delta -= params.logsumexp_gradient[place];
+  if constexpr (Config::kSinks) {
+    static_cast<float*>(feature_array(params, Config::kDeltaArray).data)[place] = delta;
+  }
+  Tiles::Statistics::store(row_statistics<Tiles>(params, batch, head), row, logsumexp, delta);
+}
+
 }  // namespace memeff

@@ -7,7 +7,7 @@
 
 #include <cute/algorithm/clear.hpp>
 
-#include <memeff/kernels/backward/dq_sm90.cuh>
+#include <memeff/kernels/backward/dq/kernel.cuh>
 #include <memeff/kernels/backward/f16x3/products.cuh>
 #include <memeff/schedule/grid.cuh>
 

@@ -20,6 +20,12 @@ struct WithoutFunctionGradient : Config {
   static constexpr bool kFunctionGradient = false;
 };
 
+// For the kernels that do not sum the gradient of the bias, either.
+template <class Config>
+struct WithoutBiasGradient : Config {
+  static constexpr auto kBiasGradient = BiasGradient::none;
+};
+
 // A tile of scores of one query head.
 struct LargeDimTile {
   int batch;
@@ -29,14 +35,11 @@ struct LargeDimTile {
   bool partial = true;  // elements must be tested against masks that are arrays or functions
 };
 
-// Computes P and dS of a tile; the dq, dkdv and dbias kernels for large head dims call load() and
-// compute() for each tile.
+// The products S = Q K^T and dP = dO V^T of a tile, whose operands stream through a StepRing.
 template <class Config>
-struct LargeDimScores {
+struct StreamedScores {
   using Element = typename Config::Element;
-  using Whole = BackwardScoresSm80<Config>;
   using Tiles = BackwardTiles<Config>;
-  using ScoreTile = typename Tiles::ScoreTile;
   using ScoreGrid = typename Tiles::ScoreGrid;
   using Mask = ScoreMask<Config, ScoreGrid>;
   using Modifiers =
@@ -47,20 +50,103 @@ struct LargeDimScores {
   static constexpr int kStep = kStreamStep<Element>;  // columns of Q and K, then of dO and V
   using QueryStep = typename Tiles::template Tile<kTileQuery, kStep>;
   using KeyStep = typename Tiles::template Tile<kTileKey, kStep>;
-  using QueryProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;    // dQ
-  using KeyProduct = ChunkedProduct<Config, ScoreTile, Contiguous::outer>;  // dK, dV
-
-  static constexpr int kBufferBytes =
-      cute::max(QueryStep::kBytes + KeyStep::kBytes, KeyProduct::StepTile::kBytes);
-  static constexpr int kStatisticsBytes = Whole::kStatisticsBytes;
-  static constexpr int kSumsOffset =
-      2 * ScoreTile::kBytes + 2 * kBufferBytes + 2 * kStatisticsBytes;
-  static constexpr int kSharedBytes = kSumsOffset + Whole::CapturedSums::kSharedBytes;
+  static constexpr int kStepBytes = QueryStep::kBytes + KeyStep::kBytes;
 
   BackwardParams const& params;
   Mask const& mask;
   Origin queries;
   KeyValueSource<Config> source;
+
+  CUTE_DEVICE StreamedScores(BackwardParams const& params, Mask const& mask, int batch,
+                             int key_head)
+      : params(params),
+        mask(mask),
+        queries(query_origin<Config>(params.shape, batch)),
+        source(params, batch, key_head) {}
+
+  CUTE_DEVICE static int steps(int columns) { return ceil_div(columns, kStep); }
+
+  // Starts the copies of step `step` of the operands.
+  CUTE_DEVICE void load_step(LargeDimTile const& tile, int step, uint32_t buffer) const {
+    int const head_steps = steps(params.shape.head_dim);
+    if (step < head_steps) {
+      load_pair(tile, params.query, params.key, params.shape.head_dim, step * kStep, buffer);
+    } else {
+      load_pair(tile, params.out_gradient, params.value, params.shape.value_dim,
+                (step - head_steps) * kStep, buffer);
+    }
+  }
+
+  // Computes S, and dP if kGradients; load(step, buffer) starts the copies of a step.
+  template <bool kGradients, class Accumulators, class Load, class LoadNext>
+  CUTE_DEVICE void multiply(StepRing& ring, Accumulators& scores, Accumulators& score_gradient,
+                            Load load, LoadNext load_next) const {
+    int const head_steps = steps(params.shape.head_dim);
+    int const value_steps = kGradients ? steps(params.shape.value_dim) : 0;
+    cute::clear(scores);
+    cute::clear(score_gradient);
+    ring.run(
+        head_steps + value_steps, load,
+        [&](int step, uint32_t buffer) {
+          LeftOperand<QueryStep, Contiguous::k, ScoreGrid::kRowBlocks> const left(buffer,
+                                                                                  ScoreGrid::row());
+          RightOperand<KeyStep, Contiguous::k, ScoreGrid::kColumnBlocks> const right(
+              buffer + QueryStep::kBytes, ScoreGrid::column());
+          if (!kGradients || step < head_steps) {
+            warp_gemm<Element, kStep / kStepElements<Element>>(scores, left, right);
+          } else {
+            warp_gemm<Element, kStep / kStepElements<Element>>(score_gradient, left, right);
+          }
+        },
+        load_next);
+  }
+
+  CUTE_DEVICE Modifiers modifiers(int batch) const {
+    return {{params.scale}, {params}, {params.bias, mask, batch}};
+  }
+
+ private:
+  // Starts the copies of one step of a product: columns from `first` on of the rows of both
+  // operands.
+  CUTE_DEVICE void load_pair(LargeDimTile const& tile, TensorView const& left,
+                             TensorView const& right, int columns, int first,
+                             uint32_t buffer) const {
+    TileLoader<QueryStep, kThreads, Config::kAlignment>::copy(
+        buffer,
+        row_pointer<Element>(left, queries.batch, queries.row + tile.row, tile.query_head) +
+            first * int(sizeof(Element)),
+        left.row_stride * sizeof(Element), mask.query_length - tile.row, columns - first);
+    TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
+        buffer + QueryStep::kBytes, source.row(right, tile.column) + first * int(sizeof(Element)),
+        right.row_stride * sizeof(Element), mask.key_length - tile.column, columns - first);
+  }
+};
+
+// Computes P and dS of a tile; the dq, dkdv and dbias kernels for large head dims call load() and
+// compute() for each tile.
+template <class Config>
+struct LargeDimScores : StreamedScores<Config> {
+  using Streamed = StreamedScores<Config>;
+  using typename Streamed::Element;
+  using typename Streamed::Mask;
+  using typename Streamed::Modifiers;
+  using typename Streamed::ScoreGrid;
+  using typename Streamed::Tiles;
+  using Whole = BackwardScoresSm80<Config>;
+  using ScoreTile = typename Tiles::ScoreTile;
+  using Streamed::kTileQuery;
+  using Streamed::mask;
+  using Streamed::params;
+  using Streamed::source;
+  using QueryProduct = ChunkedProduct<Config, ScoreTile, Contiguous::k>;    // dQ
+  using KeyProduct = ChunkedProduct<Config, ScoreTile, Contiguous::outer>;  // dK, dV
+
+  static constexpr int kBufferBytes = cute::max(Streamed::kStepBytes, KeyProduct::StepTile::kBytes);
+  static constexpr int kStatisticsBytes = Whole::kStatisticsBytes;
+  static constexpr int kSumsOffset =
+      2 * ScoreTile::kBytes + 2 * kBufferBytes + 2 * kStatisticsBytes;
+  static constexpr int kSharedBytes = kSumsOffset + Whole::CapturedSums::kSharedBytes;
+
   uint32_t probability_tile;
   uint32_t score_tile;
   uint32_t buffers;
@@ -69,10 +155,7 @@ struct LargeDimScores {
 
   CUTE_DEVICE LargeDimScores(BackwardParams const& params, Mask const& mask, int batch,
                              int key_head, uint32_t shared)
-      : params(params),
-        mask(mask),
-        queries(query_origin<Config>(params.shape, batch)),
-        source(params, batch, key_head),
+      : Streamed(params, mask, batch, key_head),
         probability_tile(shared),
         score_tile(probability_tile + ScoreTile::kBytes),
         buffers(buffers_in(shared)),
@@ -83,19 +166,11 @@ struct LargeDimScores {
 
   CUTE_DEVICE static uint32_t buffers_in(uint32_t shared) { return shared + 2 * ScoreTile::kBytes; }
 
-  CUTE_DEVICE static int steps(int columns) { return ceil_div(columns, kStep); }
-
   // Starts the copies of step `step` of the operands, and with the first step the statistics of the
   // rows. `parity` alternates by tiles, because statistics arrive while those of the previous tile
   // are still read.
   CUTE_DEVICE void load(LargeDimTile const& tile, int step, int parity, uint32_t buffer) const {
-    int const head_steps = steps(params.shape.head_dim);
-    if (step < head_steps) {
-      load_pair(tile, params.query, params.key, params.shape.head_dim, step * kStep, buffer);
-    } else {
-      load_pair(tile, params.out_gradient, params.value, params.shape.value_dim,
-                (step - head_steps) * kStep, buffer);
-    }
+    this->load_step(tile, step, buffer);
     int const byte = thread_index() * 16;
     if (step == 0 && byte < kStatisticsBytes) {
       char const* const statistics = reinterpret_cast<char const*>(
@@ -124,28 +199,12 @@ struct LargeDimScores {
   CUTE_DEVICE void compute(StepRing& ring, LargeDimTile const& tile, int parity, LoadNext load_next,
                            MakeWriter make_writer) const {
     constexpr bool kGradients = kScoreGradients || kBiasGradient || Config::kFunctionGradient;
-    int const head_steps = steps(params.shape.head_dim);
-    int const value_steps = kGradients ? steps(params.shape.value_dim) : 0;
     auto scores = ScoreGrid::make_accumulators();          // (4, MMA_M, MMA_N)
     auto score_gradient = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
-    cute::clear(scores);
-    cute::clear(score_gradient);
-    ring.run(
-        head_steps + value_steps,
-        [&](int step, uint32_t buffer) { load(tile, step, parity, buffer); },
-        [&](int step, uint32_t buffer) {
-          LeftOperand<QueryStep, Contiguous::k, ScoreGrid::kRowBlocks> const left(buffer,
-                                                                                  ScoreGrid::row());
-          RightOperand<KeyStep, Contiguous::k, ScoreGrid::kColumnBlocks> const right(
-              buffer + QueryStep::kBytes, ScoreGrid::column());
-          if (!kGradients || step < head_steps) {
-            warp_gemm<Element, kStep / kStepElements<Element>>(scores, left, right);
-          } else {
-            warp_gemm<Element, kStep / kStepElements<Element>>(score_gradient, left, right);
-          }
-        },
-        load_next);
-    Modifiers const modifiers = {{params.scale}, {params}, {params.bias, mask, tile.batch}};
+    this->template multiply<kGradients>(
+        ring, scores, score_gradient,
+        [&](int step, uint32_t buffer) { load(tile, step, parity, buffer); }, load_next);
+    Modifiers const modifiers = this->modifiers(tile.batch);
     Whole::template compute<typename Whole::CapturedSums>(
         params, modifiers, statistics_buffers + parity * kStatisticsBytes, tile.batch,
         {tile.query_head, tile.row, tile.row / kTileQuery, tile.partial}, mask, tile.column, sums,
@@ -170,22 +229,6 @@ struct LargeDimScores {
                                int length, int columns) {
     return {row_pointer<Element>(tensor, origin.batch, origin.row + row, head),
             tensor.row_stride * (long long)sizeof(Element), length - row, columns};
-  }
-
- private:
-  // Starts the copies of one step of a product: columns from `first` on of the rows of both
-  // operands.
-  CUTE_DEVICE void load_pair(LargeDimTile const& tile, TensorView const& left,
-                             TensorView const& right, int columns, int first,
-                             uint32_t buffer) const {
-    TileLoader<QueryStep, kThreads, Config::kAlignment>::copy(
-        buffer,
-        row_pointer<Element>(left, queries.batch, queries.row + tile.row, tile.query_head) +
-            first * int(sizeof(Element)),
-        left.row_stride * sizeof(Element), mask.query_length - tile.row, columns - first);
-    TileLoader<KeyStep, kThreads, Config::kAlignment>::copy(
-        buffer + QueryStep::kBytes, source.row(right, tile.column) + first * int(sizeof(Element)),
-        right.row_stride * sizeof(Element), mask.key_length - tile.column, columns - first);
   }
 };
 

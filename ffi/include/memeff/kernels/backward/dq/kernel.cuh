@@ -7,18 +7,9 @@
 #include <cute/algorithm/clear.hpp>
 
 #include <memeff/collective/probability_modifiers.cuh>
-#include <memeff/collective/softmax/online.cuh>
-#include <memeff/collective/warpgroup_gemm.cuh>
-#include <memeff/core/pipeline.cuh>
-#include <memeff/core/warp_grid.cuh>
-#include <memeff/core/work_item.cuh>
+#include <memeff/kernels/backward/dq/query_owner.cuh>
 #include <memeff/kernels/backward/register_statistics.cuh>
 #include <memeff/layout/backward_tiles_two_kernel.cuh>
-#include <memeff/layout/key_value_source.cuh>
-#include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tma_tile.cuh>
-#include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/grid.cuh>
 #include <memeff/score/bias/gradient.cuh>
 #include <memeff/score/bias/registers.cuh>
 #include <memeff/score/modifiers.cuh>
@@ -26,123 +17,36 @@
 namespace memeff {
 
 // The entry point that the generated source instantiates. One CTA owns 128 queries of a head.
+//
+// Two products read the keys, and the second one, dQ, comes last in an iteration. So keys need one
+// more buffer than values.
 template <class Config>
-struct FmhaBackwardTwoKernelDq {
-  using Element = typename Config::Element;
+struct FmhaBackwardTwoKernelDq
+    : QueryOwnerSm90<Config, 128, kWarpgroupRows, Config::kStages, Config::kStages - 1> {
+  using Owner = QueryOwnerSm90<Config, 128, kWarpgroupRows, Config::kStages, Config::kStages - 1>;
   using Tiles = BackwardTilesTwoKernel<Config>;
-  using QueryTile = typename Tiles::QueryTile;
-  using OutTile = typename Tiles::OutTile;
-  using KeyTile = typename Tiles::KeyTile;
-  using ValueTile = typename Tiles::ValueTile;
-  static constexpr int kTileQuery = Tiles::kTileQuery;
-  static constexpr int kTileKey = Tiles::kTileKey;
-  static constexpr int kConsumers = Tiles::kThreads;
-  static constexpr int kConsumerWarps = kConsumers / kWarpSize;
-  static constexpr int kThreads = kConsumers + kWarpgroupSize;
-  static constexpr int kBlocksPerSm = 1;
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
-
-  using ScoreGrid = WarpGrid<kTileQuery, kTileKey, kConsumerWarps, 16>;
+  using Owner::kConsumers;
+  using Owner::kConsumerWarps;
+  using Owner::kKeyOffset;
+  using Owner::kKeyStages;
+  using Owner::kOutOffset;
+  using Owner::kTileKey;
+  using Owner::kTileQuery;
+  using Owner::kValueOffset;
+  using Owner::kValueStages;
+  using typename Owner::Control;
+  using typename Owner::Element;
+  using typename Owner::KeyTile;
+  using typename Owner::Mask;
+  using typename Owner::OutTile;
+  using typename Owner::QueryTile;
+  using typename Owner::ScoreGrid;
+  using typename Owner::ValueTile;
+  using typename Owner::Work;
   using QueryGrid = WarpGrid<kTileQuery, Config::kHeadDim, kConsumerWarps, 16>;
-  using Mask = ScoreMask<Config, ScoreGrid>;
-
-  // Two products read the keys, and the second one, dQ, comes last in an iteration. So keys need
-  // one more buffer than values.
-  static constexpr int kKeyStages = Config::kStages;
-  static constexpr int kValueStages = kKeyStages - 1;
-  static constexpr int kOutOffset = QueryTile::kBytes;
-  static constexpr int kKeyOffset = kOutOffset + OutTile::kBytes;
-  static constexpr int kValueOffset = kKeyOffset + kKeyStages * KeyTile::kBytes;
-  static constexpr int kControlOffset = kValueOffset + kValueStages * ValueTile::kBytes;
-
-  // The barriers in static shared memory.
-  struct Control {
-    Pipeline<1> query;  // also covers dO
-    Pipeline<kKeyStages> key;
-    Pipeline<kValueStages> value;
-  };
-  static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
-
-  CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
-
-  // The work of a CTA: the KV blocks that its queries attend to.
-  struct Work {
-    WorkItem item;
-    int row;
-    BlockMaskRow<Config::kBlockMask> kv_blocks;
-
-    CUTE_DEVICE Work(BackwardParams const& params) {
-      item = work_item<Config, Heaviest::last, kTileQuery>(params.shape, params.bias, blockIdx.x);
-      row = item.tile * kTileQuery;
-      Mask const mask(params.mask, params.shape, item.batch);
-      TileRange const range = mask.key_tiles(row, kTileQuery, kTileKey);
-      kv_blocks = {range,
-                   params.block_mask,
-                   item.batch,
-                   item.head,
-                   block_mask_row<Config>(range, item.tile),
-                   ceil_div(params.shape.key_length, kTileKey)};
-    }
-  };
 
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps) {
-    char* const shared = dynamic_shared();
-    Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
-    uint32_t const tiles = shared_address(shared);
-    if (threadIdx.x == kConsumers) {
-      control.query.init(1);
-      control.key.init(kConsumerWarps);
-      control.value.init(kConsumerWarps);
-      fence_barrier_init();
-    }
-    __syncthreads();
-    Work const work(params);
-    if (threadIdx.x >= kConsumers) {
-      lower_registers<kProducerRegisters>();
-      if (threadIdx.x == kConsumers) produce(params, maps, work, control, tiles);
-    } else {
-      raise_registers<kConsumerRegisters>();
-      consume(params, maps, work, control, tiles);
-    }
-  }
-
-  // The producer, one thread: copies queries and dO once, then keys and values of each KV block.
-  CUTE_DEVICE static void produce(BackwardParams const& params, BackwardMaps const& maps,
-                                  Work const& work, Control& control, uint32_t tiles) {
-    auto constexpr kOnce = CacheHint::EVICT_FIRST;
-    auto constexpr kAgain = CacheHint::EVICT_LAST;
-    WorkItem const& item = work.item;
-    if (work.kv_blocks.begin >= work.kv_blocks.end) return;
-    uint64_t& arrived = control.query.acquire({}, QueryTile::kBytes + OutTile::kBytes);
-    Origin const queries = query_origin<Config>(params.shape, item.batch);
-    CUTE_UNROLL
-    for (int tile_row = 0; tile_row < kTileQuery; tile_row += kWarpgroupRows) {
-      int const row = queries.row + work.row + tile_row;
-      load_tma_tile<QueryTile>(maps.query, arrived, tiles, tile_row, row, item.head, queries.batch,
-                               kOnce);
-      load_tma_tile<OutTile>(maps.out_gradient, arrived, tiles + kOutOffset, tile_row, row,
-                             item.head, queries.batch, kOnce);
-    }
-    PipelineStage<kKeyStages> key;
-    PipelineStage<kValueStages> value;
-    // Computed after the query copies have started, because finding the key head takes a division.
-    KeyValueSource<Config> const keys(params, item.batch, item.head / params.shape.group);
-    int const key_batch = keys.batch(params.key);
-    int const value_batch = keys.batch(params.value);
-    CUTE_NO_UNROLL
-    for (int tile = work.kv_blocks.end - 1; tile >= work.kv_blocks.begin;
-         tile = work.kv_blocks.before(tile)) {
-      int const row = keys.origin.row + tile * kTileKey;
-      load_tma_tile<KeyTile>(maps.key, control.key.acquire(key, KeyTile::kBytes),
-                             tiles + kKeyOffset + key.index * KeyTile::kBytes, 0, row, keys.head,
-                             key_batch, kAgain);
-      load_tma_tile<ValueTile>(maps.value, control.value.acquire(value, ValueTile::kBytes),
-                               tiles + kValueOffset + value.index * ValueTile::kBytes, 0, row,
-                               keys.head, value_batch, kAgain);
-      key.advance();
-      value.advance();
-    }
+    Owner::template run<FmhaBackwardTwoKernelDq>(params, maps);
   }
 
   using QueryRows = DescriptorOperand<QueryTile, Contiguous::k>;
@@ -174,7 +78,7 @@ struct FmhaBackwardTwoKernelDq {
       PipelineStage<kValueStages> value;
       ScoreOperand left_gradient;
       control.query.wait({});
-      clear_beyond(control, mask, shape, work, warpgroup, tiles);
+      Owner::clear_beyond(control, mask, shape, work, warpgroup, tiles);
       CUTE_NO_UNROLL
       for (int tile = work.kv_blocks.end - 1; tile >= work.kv_blocks.begin;
            tile = work.kv_blocks.before(tile)) {
@@ -185,9 +89,9 @@ struct FmhaBackwardTwoKernelDq {
         Bias const bias(params.bias, item.batch, item.head, work.row, column,
                         mask.query_length - work.row, mask.key_length - column);
         control.key.wait(key);
-        begin_scores<KeyTile>(queries, key_tile, scores);
+        Owner::template begin_scores<KeyTile>(queries, key_tile, scores);
         control.value.wait(value);
-        begin_scores<ValueTile>(
+        Owner::template begin_scores<ValueTile>(
             out_gradients, tiles + kValueOffset + value.index * ValueTile::kBytes, score_gradient);
         wait_products<1>();  // S, and dQ of the previous block
         fence_accumulators(scores);
@@ -223,16 +127,6 @@ struct FmhaBackwardTwoKernelDq {
     store(params, maps, work, mask.query_length - work.row, warpgroup, tiles, query_gradient);
   }
 
-  // S = Q K^T or dP = dO V^T.
-  template <class RightTile, class Left, class Scores>
-  CUTE_DEVICE static void begin_scores(Left const& left, uint32_t right_tile, Scores& scores) {
-    fence_accumulators(scores);
-    begin_products();
-    warpgroup_gemm<Element, RightTile::kColumns / 16>(
-        scores, left, DescriptorOperand<RightTile, Contiguous::k>(right_tile), false);
-    commit_products();
-  }
-
   CUTE_DEVICE static PipelineStage<kKeyStages> previous(PipelineStage<kKeyStages> stage) {
     stage.index = (stage.index + kKeyStages - 1) % kKeyStages;
     return stage;
@@ -248,21 +142,6 @@ struct FmhaBackwardTwoKernelDq {
       statistics.rows[half] = QuadStatistics::load(source, ScoreGrid::element_row(2 * half, 0));
     }
     return statistics;
-  }
-
-  // Clears the rows of the first KV block beyond the key length, where NaN would reach dq. Each
-  // consumer clears all of them, without a barrier between consumers: they write the same zeros.
-  CUTE_DEVICE static void clear_beyond(Control& control, Mask const& mask,
-                                       ProblemShape const& shape, Work const& work, int warpgroup,
-                                       uint32_t tiles) {
-    int const column = (work.kv_blocks.end - 1) * kTileKey;
-    if (!reads_beyond<Config>(mask.key_length, column + kTileKey, shape.key_length)) return;
-    control.key.wait({});
-    control.value.wait({});
-    clear_rows<KeyTile, kWarpgroupSize>(tiles + kKeyOffset, mask.key_length - column);
-    clear_rows<ValueTile, kWarpgroupSize>(tiles + kValueOffset, mask.key_length - column);
-    fence_tma_store();
-    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
   }
 
   // Computes dS from dP and from P, which is already multiplied by the derivative of the modifiers:
@@ -349,7 +228,7 @@ struct FmhaBackwardTwoKernelDq {
     }
     store_accumulators<Element, QueryTile, QueryGrid>(tiles, query_gradient);
     fence_tma_store();
-    named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
+    named_barrier_sync(Owner::warpgroup_barrier(warpgroup), kWarpgroupSize);
     Origin const origin = query_origin<Config>(params.shape, work.item.batch);
     int const row_bound = Config::kVarlen ? query_bound : params.shape.query_length - work.row;
     store_part<Config, QueryTile>(maps.query_gradient, params.query_gradient, tiles,

@@ -1,0 +1,58 @@
+"""``delta``, the row sum that a backward subtracts from dP, in more digits than the output has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .feature import Constant, CppType, Feature
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from ..spec import Kernel, KernelSpec
+
+
+class AskedDelta(NamedTuple):
+    """Delta as the sum of ``P * dP`` over each row."""
+
+    has_sinks: bool
+    """Whether rows have sinks; else the probabilities of a row sum to 1."""
+
+
+class ExactDelta(Feature[AskedDelta | None, AskedDelta | None]):
+    """A kernel of its own takes delta from the scores, before the main kernel. Only gradients of
+    captured arrays ask for it (jax_memeff/_call/functions.py), so it has no flag and no axis.
+    """
+
+    name, title = "exact_delta", "delta from the scores"
+    off = None
+    together = None
+
+    def compiled(self, problem: Problem, kernel: Kernel) -> AskedDelta | None:
+        return problem[self]
+
+    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+        own = spec[self]
+        return {} if own is None else {"kNormalizesDelta": not own.has_sinks}
+
+    def gradient_tag(self, compiled: AskedDelta | None) -> str:
+        if compiled is None:
+            return ""
+        return "deltasinks" if compiled.has_sinks else "delta"
+
+    def sort_key(self, compiled: AskedDelta | None) -> tuple:
+        return () if compiled is None else (1, *compiled)
+
+    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+        if spec[self] is not None and not spec.kernel.sums_function_gradients:
+            return ["it takes delta from the rounded output"]
+        return []
+
+    def words(self, asked: AskedDelta | None) -> str:
+        return self.title
+
+    def asked_by(self, call: Any) -> AskedDelta | None:
+        return call.exact_delta
+
+
+EXACT_DELTA = ExactDelta()
