@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -79,7 +80,8 @@ def driver() -> Path:
     files = [name for name in sources if name.endswith(".cc")]
     sources["libcuda.cc"] = "".join(f'#include "{name}"\n' for name in files)
     directories = _directories(str(Path(jaxlib.__file__).parent / "include"))
-    return _compiled("libcuda.so", sources, _DRIVER_OPTIONS, directories)
+    version = importlib.metadata.version("jaxlib").encode()  # XLA's API changes with it
+    return _compiled("libcuda.so", sources, _DRIVER_OPTIONS, directories, version)
 
 
 def announce(specs: Iterable[KernelSpec]) -> None:

@@ -199,6 +199,8 @@ def _executable() -> Path:
     left_out = ("module.cc", "driver.cc")  # this folder has its own driver.cc
     host = sorted(file for file in _ROOT.glob("ffi/src/**/*.cc") if file.name not in left_out)
     headers = [*_HERE.glob("*.h"), *_ROOT.glob("ffi/src/**/*.h"), *_ROOT.glob("**/memeff/params.h")]
+    for folder in _folders_of_headers():  # XLA's API changes with jaxlib
+        headers += [*Path(folder).glob("xla/ffi/api/*.h"), *Path(folder).glob("cuda.h")]
     texts = [file.read_bytes() for file in (*own, *host, *sorted(headers))]
     digest = hashlib.sha256(b"|".join([repr(_OPTIONS).encode(), *texts])).hexdigest()[:16]
     directory = (config.cache_dir() or Path(tempfile.gettempdir()) / "jax_memeff") / "handlers"
@@ -213,15 +215,17 @@ def _executable() -> Path:
     return executable
 
 
+@functools.cache
+def _folders_of_headers() -> list[str]:
+    """Where the headers of jaxlib and of CUDA are."""
+    words = [sys.executable, str(_ROOT / "cmake/find_headers.py")]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    return done.stdout.strip().split(";")
+
+
 def _build(executable: Path, sources: Sequence[Path]) -> None:
-    include_dirs = subprocess.run(
-        [sys.executable, str(_ROOT / "cmake/find_headers.py")],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
     includes = [f"-I{folder}" for folder in (_HERE, _ROOT / "ffi/src", _ROOT / "ffi/include")]
-    for folder in include_dirs.stdout.strip().split(";"):
+    for folder in _folders_of_headers():
         includes += ["-isystem", folder]
     with tempfile.TemporaryDirectory(dir=executable.parent) as work:
 

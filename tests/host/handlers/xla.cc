@@ -27,7 +27,8 @@ XLA_FFI_Error* create_error(XLA_FFI_Error_Create_Args* arguments) {
   return new XLA_FFI_Error{arguments->message};
 }
 
-void message_of(XLA_FFI_Error_GetMessage_Args* arguments) {
+template <class Arguments>
+void message_of(Arguments* arguments) {
   arguments->message = arguments->error->message.c_str();
 }
 
@@ -55,7 +56,11 @@ XLA_FFI_Api const* api() {
     api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
                        XLA_FFI_API_MINOR};
     api.XLA_FFI_Error_Create = create_error;
+#if XLA_FFI_API_MINOR < 4  // before jaxlib 0.11
     api.XLA_FFI_Error_GetMessage = message_of;
+#else
+    api.XLA_FFI_Error_GetDetails = message_of;
+#endif
     api.XLA_FFI_Error_Destroy = destroy;
     api.XLA_FFI_State_Set = set_state;
     api.XLA_FFI_State_Get = get_state;
