@@ -241,6 +241,7 @@ def machine(request):
     with concurrent.futures.ProcessPoolExecutor(1, spawn, emulator.install) as process:
         calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
         runs = [call.params["run"] for call in calls if "run" in call.params]
+        runs = [run for run in runs if hasattr(run, "kernels")]
         process.submit(emulator.announce, runs).result()
         yield process
 

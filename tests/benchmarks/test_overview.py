@@ -134,8 +134,9 @@ def test_every_word_of_the_picture_can_be_read(overview, modules):
     assert all(left.x1 < right.x0 for left, right in itertools.pairwise(numbers))
 
 
-def test_the_page_has_all_results_of_the_repository(overview):
+def test_the_page_has_all_results_of_the_repository(overview, modules):
     """Counted here once more, from the files."""
+    device_title = modules("reporting.results").device_title
     losses, figures = [], 0
     for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
         results = json.loads(path.read_text())
@@ -154,7 +155,7 @@ def test_the_page_has_all_results_of_the_repository(overview):
                     if round(min(others) / own, 2) < 1:
                         losses.append(
                             (
-                                f"{cell['name']} ({results['device']['name']})",
+                                f"{cell['name']} ({device_title(results)})",
                                 direction.replace("_", " + "),
                                 min(others) / own,
                             )

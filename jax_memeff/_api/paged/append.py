@@ -254,7 +254,8 @@ def _set_one_by_one(pool: jax.Array, x: jax.Array, page: jax.Array, slot: jax.Ar
     def step(index: jax.Array, pool: jax.Array) -> jax.Array:
         token = order[index]
         row = lax.dynamic_slice_in_dim(x, token, 1)[None]
-        place = page[token], slot[token], 0, 0
+        origin = jnp.zeros_like(page[token])
+        place = page[token], slot[token], origin, origin
         return _as_floats(lax.dynamic_update_slice(_as_integers(pool), row, place), pool.dtype)
 
     return lax.fori_loop(0, count, step, pool)
