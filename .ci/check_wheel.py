@@ -14,6 +14,8 @@ CONTENTS = (
     r"jax_memeff/_ffi\..*\.so",
     r"jax_memeff/py\.typed",
     r"jax_memeff/codegen/__init__\.py",
+    r"jax_memeff/codegen/kernels/sm90/forward\.cuh",
+    r"jax_memeff/codegen/memeff/arch/mma\.cuh",
     r"jax_memeff/include/memeff/params\.h",
 )
 

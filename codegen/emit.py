@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.kernels.bases.grids import has_token_grid
+from jax_memeff.codegen.kernels.common.base import has_token_grid
 from jax_memeff.codegen.launch import EntryPoint
 from jax_memeff.codegen.spec import KernelSpec
 

@@ -11,7 +11,7 @@ PACKED_ROW_DIMS = "1 query_tokens N"
 
 class BlockMask(NamedTuple):
     """The block mask for tiles of ``query`` rows and ``key`` columns, with a row for each tile of
-    ``lines`` (ffi/include/memeff/mask/block_mask.cuh).
+    ``lines`` (codegen/memeff/mask/block_mask.cuh).
 
     The rows of a tile are divided into ``parts`` of the same size, each with two bits of the tile's
     byte.

@@ -11,7 +11,7 @@ from typing import Any
 from jax_memeff.codegen import features, gpu
 from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.kernels import KERNELS
-from jax_memeff.codegen.kernels.bases.families import LARGE_DIM
+from jax_memeff.codegen.kernels.common.base import LARGE_DIM
 from jax_memeff.codegen.problem import (
     F32_DTYPES,
     REQUIRED_DIRECTIONS,

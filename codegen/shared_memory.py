@@ -24,7 +24,7 @@ COLUMN_SUM_BARRIERS = 2
 
 def column_sum_bytes(ctas: int, rows: int, columns: int) -> int:
     """The bytes of a tile of scores that arrives from the CTA with the other columns, if ``ctas``
-    divide them (ffi/include/memeff/collective/sums/column_sum.cuh).
+    divide them (codegen/memeff/collective/sums/column_sum.cuh).
     """
     return rows * columns * 4 if ctas > 1 else 0
 
@@ -38,7 +38,7 @@ def bias_rows(spec: KernelSpec, rows: int) -> int:
 
 
 def bias_bytes(spec: KernelSpec, rows: int, columns: int | None = None) -> int:
-    """The bytes of a bias tile (ffi/include/memeff/score/bias/tile.cuh), by default with as many
+    """The bytes of a bias tile (codegen/memeff/score/bias/tile.cuh), by default with as many
     columns as the KV block.
     """
     bias = spec[BIAS]
@@ -48,7 +48,7 @@ def bias_bytes(spec: KernelSpec, rows: int, columns: int | None = None) -> int:
 
 def merge_bytes(spec: KernelSpec, groups: int, rows: int) -> int:
     """The bytes of maximum and sum of the ``rows`` of which each thread has elements, and of the
-    f32 outputs of all ``groups`` but one (ffi/include/memeff/collective/consumer_groups.cuh).
+    f32 outputs of all ``groups`` but one (codegen/memeff/collective/consumer_groups.cuh).
     """
     if groups == 1:
         return 0
@@ -57,7 +57,7 @@ def merge_bytes(spec: KernelSpec, groups: int, rows: int) -> int:
 
 
 def captured_sum_bytes(spec: KernelSpec, columns: Sum, warps: int, warp_columns: int) -> int:
-    """The bytes of the strips of all warps (ffi/include/memeff/score/captured/strip_sums.cuh).
+    """The bytes of the strips of all warps (codegen/memeff/score/captured/strip_sums.cuh).
 
     ``columns`` is the dim along the columns of the scores' accumulators, ``Sum.QUERY`` or
     ``Sum.KEY``; each warp has ``warp_columns`` of them.
@@ -72,7 +72,7 @@ def captured_sum_bytes(spec: KernelSpec, columns: Sum, warps: int, warp_columns:
 def diagonal_sum_bytes(spec: KernelSpec, warps: int, warp_columns: int) -> int:
     """The bytes in which one warp adds up sums along diagonals. For each read they hold the sums of
     a Q block from each of ``warps``, and a ring of 256 sums
-    (ffi/include/memeff/score/captured/diagonal_ring.cuh).
+    (codegen/memeff/score/captured/diagonal_ring.cuh).
     """
     functions = spec[FUNCTIONS]
     rings = 0 if functions is None else functions.read_sums.count(Sum.DIAGONAL)
@@ -81,7 +81,7 @@ def diagonal_sum_bytes(spec: KernelSpec, warps: int, warp_columns: int) -> int:
 
 def diagonal_bytes(spec: KernelSpec) -> int:
     """The bytes of the numbers that a score function reads along the diagonals of a tile. There are
-    two copies, 16 banks apart (ffi/include/memeff/score/captured/shared_diagonals.cuh).
+    two copies, 16 banks apart (codegen/memeff/score/captured/shared_diagonals.cuh).
     """
     words = (spec.tile.query + spec.tile.key + 1 - 16 + 31) // 32 * 32 + 16
     return FUNCTIONS.diagonal_reads(spec) * 2 * words * 4

@@ -52,7 +52,7 @@ _Compiled = TypeVar("_Compiled")
 
 class Tile(Protocol):
     """A row of a kernel's table: the attributes that every tile has
-    (``kernels/bases/families.py``).
+    (``kernels/sm80/base.py``, ``kernels/sm90/base.py``).
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -84,7 +84,7 @@ class Row(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Kernel(abc.ABC):
     """Everything that is specific to a device kernel. Its module and its device file have the path
-    ``stem`` below ``kernels/``. Two kernels of one class are equal, because they have no state.
+    ``stem`` below ``codegen/kernels/``. Two kernels of one class are equal: they have no state.
     """
 
     stem: ClassVar[str]
@@ -93,7 +93,7 @@ class Kernel(abc.ABC):
     class_name: ClassVar[str]
     """The device class of the main entry point."""
     header: ClassVar[str | None] = None
-    """The device file of ffi/include/memeff/kernels, by default that with the name ``stem``."""
+    """The path of the device file below ``codegen/kernels/``, by default ``stem``."""
     reads_bias_by_elements: ClassVar[bool] = False
     """Whether lanes load element by element a bias that is not broadcast over rows or columns."""
     sums_common_bias: ClassVar[bool] = True
@@ -126,7 +126,7 @@ class Kernel(abc.ABC):
     @property
     def device_file(self) -> str:
         """The device file as the source includes it."""
-        return f"memeff/kernels/{self.header or self.stem}.cuh"
+        return f"kernels/{self.header or self.stem}.cuh"
 
     @abc.abstractmethod
     def rows(self, problem: Problem) -> Iterator[Row]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import gpu
 from jax_memeff.codegen.features import FEATURES
-from jax_memeff.codegen.kernels.bases.families import LARGE_DIM, UNALIGNED_ROWS
+from jax_memeff.codegen.kernels.common.base import LARGE_DIM, UNALIGNED_ROWS
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import PLAIN, Strategy

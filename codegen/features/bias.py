@@ -65,7 +65,7 @@ class AskedBias:
 @dataclasses.dataclass(frozen=True)
 class CompiledBias:
     """A bias as a kernel is compiled for it: ``access`` is how it reaches the scores
-    (ffi/include/memeff/core/common.cuh), ``gradient`` how its gradient is summed.
+    (codegen/memeff/core/common.cuh), ``gradient`` how its gradient is summed.
     """
 
     bits: BiasBits

@@ -123,7 +123,7 @@ class Feature(Generic[Asked, Compiled]):
     """Whether it is an array that lets a kernel skip tiles of scores."""
     modifies: Modified | None = None
     """The values that it changes in a main loop. That takes registers, so each tile declares
-    whether it has them: ``modifiers`` of ``kernels/bases/families.py``."""
+    whether it has them: ``modifiers`` of ``codegen/kernels/common/base.py``."""
     positional: bool = False
     """Whether it counts from the global positions of row 0 and column 0."""
     axes: tuple[tuple[str, tuple[Any, ...]], ...] = ()

@@ -3,7 +3,7 @@
 This is the one list of what a program may contain besides inputs, constants, literals, sizes and
 reads.
 Names, argument orders and results are those of ``jax.lax``. Device functions that a form calls are
-in ``ffi/include/memeff/core/function/``.
+in ``codegen/memeff/core/function/``.
 """
 
 from __future__ import annotations

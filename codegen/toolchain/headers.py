@@ -22,20 +22,26 @@ _VERSION_MACROS = {
     CCCL: ("CCCL_VERSION",),
 }
 
+_HEADERS = (".cuh", ".h")
+
 _TICK = 10**9
 """Nanoseconds: the tick of file systems that store whole seconds, the longest of all."""
 
 
-def own_include_dir() -> Path:
-    """The directory that holds ``memeff/``, as installed with the package."""
-    path = Path(str(importlib.resources.files("jax_memeff") / "include"))
-    if not path.is_dir():
+def own_include_dirs() -> tuple[Path, ...]:
+    """The directories of our headers, as installed with the package: of ``kernels/`` and
+    ``memeff/``, the device code, and of ``memeff/params.h``, which the host library includes, too.
+    """
+    package = importlib.resources.files("jax_memeff")
+    paths = tuple(Path(str(package / name)) for name in ("codegen", "include"))
+    missing = [path for path in (paths[0] / "memeff", paths[1]) if not path.is_dir()]
+    if missing:
         raise CompileError(
-            f"error: the device headers of jax_memeff are not at {path}",
+            f"error: the device headers of jax_memeff are not at {missing[0]}",
             {},
             "The package is not completely installed: install it again with pip.",
         )
-    return path
+    return paths
 
 
 def include_dirs() -> tuple[str, ...]:
@@ -74,11 +80,12 @@ def own_digest() -> bytes:
     Every call looks at the files, so that an old kernel is never used after a header was edited.
     They are read again only if one has changed, because every kernel that is looked up needs this.
     """
-    own = str(own_include_dir())
-    files = tuple(sorted(_files(own, ())))
+    files = tuple(
+        (str(own), file) for own in own_include_dirs() for file in sorted(_files(str(own), ()))
+    )
     # Two changes within a tick of the clock have the same time.
-    is_recent = any(file.changed > time.time_ns() - _TICK for file in files)
-    return (_digest_of if is_recent else _known_digest_of)(own, files)
+    is_recent = any(file.changed > time.time_ns() - _TICK for _, file in files)
+    return (_digest_of if is_recent else _known_digest_of)(files)
 
 
 class _File(NamedTuple):
@@ -96,19 +103,20 @@ class _File(NamedTuple):
 
 
 def _files(directory: str, above: tuple[str, ...]) -> Iterator[_File]:
+    """The headers in a directory and below; their folders also hold Python."""
     with os.scandir(directory) as entries:
         for entry in entries:
             name = (*above, entry.name)
-            if entry.is_dir(follow_symlinks=False):
-                yield from _files(entry.path, name)
-            elif entry.is_file():
+            if entry.name.endswith(_HEADERS) and entry.is_file():
                 status = entry.stat()
                 yield _File(name, status.st_ino, status.st_size, status.st_ctime_ns)
+            elif entry.name != "__pycache__" and entry.is_dir(follow_symlinks=False):
+                yield from _files(entry.path, name)
 
 
-def _digest_of(directory: str, files: tuple[_File, ...]) -> bytes:
+def _digest_of(files: tuple[tuple[str, _File], ...]) -> bytes:
     digest = hashlib.sha256()
-    for file in files:
+    for directory, file in files:
         with open(os.path.join(directory, *file.name), "rb") as stream:
             text = stream.read()
         digest.update(f"{'/'.join(file.name)} {len(text)}\n".encode())

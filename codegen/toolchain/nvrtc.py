@@ -55,7 +55,7 @@ def compile(source: str, arch: str, name: str) -> tuple[bytes, str]:
     options = core.ProgramOptions(
         name=name,
         arch=arch.replace("compute_", "sm_"),
-        include_path=[str(headers.own_include_dir()), *headers.include_dirs()],
+        include_path=[*map(str, headers.own_include_dirs()), *headers.include_dirs()],
         **OPTIONS,
     )
     parts.warn_of_mixture()

@@ -1,6 +1,6 @@
 """The block masks that kernels read.
 
-ffi/include/memeff/mask/block_mask.cuh documents the layout. Block masks are small. XLA computes
+codegen/memeff/mask/block_mask.cuh documents the layout. Block masks are small. XLA computes
 them before a kernel, unless they are the same in each call.
 """
 

@@ -100,7 +100,7 @@ def _not_concatenated(starts: jax.Array) -> jax.Array:
 
 
 def _marked_lengths(part: Part, starts: jax.Array, lengths: jax.Array) -> jax.Array:
-    """The lengths of a part's sequences as in ffi/include/memeff/layout/sequences.cuh, and one more
+    """The lengths of a part's sequences as in codegen/memeff/layout/sequences.cuh, and one more
     element: int32[B + 1].
     """
     starts = _not_concatenated(starts)

@@ -14,7 +14,7 @@ from jax_memeff.codegen import emit, features, gpu, select, support
 from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.features.bias import gradient
 from jax_memeff.codegen.kernels import KERNELS
-from jax_memeff.codegen.toolchain import headers, resources
+from jax_memeff.codegen.toolchain import resources
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ GOLDEN = ROOT / "tests/golden"
 
 
 FORWARD = """\
-#include <memeff/kernels/fmha_fwd_sm80.cuh>
+#include <kernels/sm80/forward.cuh>
 
 struct Config {
   using Element = cutlass::bfloat16_t;
@@ -215,10 +215,10 @@ def test_arrays_of_features_are_listed_once():
 
 @pytest.mark.quick
 def test_kernels_are_paired_with_device_files():
-    folder = ROOT / "ffi/include"
+    folder = ROOT / "codegen"
     for kernel in KERNELS:
         assert (folder / kernel.device_file).is_file()
-        assert type(kernel).__module__.endswith(f".{kernel.stem.rpartition('/')[2]}")
+        assert type(kernel).__module__.endswith(f".kernels.{kernel.stem.replace('/', '.')}")
 
 
 def test_resources_of_a_log_in_the_order_of_the_names():
@@ -279,7 +279,7 @@ def test_config_reads_the_environment(monkeypatch, tmp_path):
 def test_a_header_asserts_the_fields_that_a_feature_fills(direction):
     """The host compiler checks the offsets, because NVRTC 13.0 has no ``offsetof``."""
     fields = select.select(problem(direction, dropout=True)).params_fields
-    header = (headers.own_include_dir() / "memeff/params.h").read_text()
+    header = (ROOT / "ffi/include/memeff/params.h").read_text()
     asserted = re.findall(r"^MEMEFF_FIELD\((\S+), (\d+)\);$", header, re.MULTILINE)
     assert [(field.path, str(field.offset)) for field in fields] == asserted
     assert not select.select(problem(direction)).params_fields

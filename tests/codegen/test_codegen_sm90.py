@@ -12,9 +12,9 @@ from jax_memeff.codegen.features import BOOLEAN, SEGMENTS, AskedBias
 from jax_memeff.codegen.features.bias import gradient
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
-from jax_memeff.codegen.kernels.bases.backward import dbias_bytes_and_stages
-from jax_memeff.codegen.kernels.fmha_bwd_two_kernel_sm90 import FmhaBwdTwoKernelSm90
-from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90
+from jax_memeff.codegen.kernels.sm90.base import dbias_bytes_and_stages
+from jax_memeff.codegen.kernels.sm90.forward import FmhaFwdSm90
+from jax_memeff.codegen.kernels.sm90.two_kernel_backward import FmhaBwdTwoKernelSm90
 from jax_memeff.codegen.launch import Grid
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.strategy import Strategy

@@ -5,8 +5,8 @@ from problems import problem
 
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features import AskedBias
-from jax_memeff.codegen.kernels.fmha_fwd_sm90 import Tile
-from jax_memeff.codegen.kernels.large_dim.fmha_bwd_large_dim_sm90 import FmhaBwdLargeDimSm90
+from jax_memeff.codegen.kernels.sm90.forward import Tile
+from jax_memeff.codegen.kernels.sm90.large_dim_backward import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.launch import Grid
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.strategy import PLAIN, Strategy, choose

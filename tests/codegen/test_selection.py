@@ -10,8 +10,9 @@ from problems import PARTS, access, is_large, problem
 from jax_memeff.codegen import emit, gpu, select, strategy, support
 from jax_memeff.codegen.features import BIAS, FUNCTIONS, AskedBias, AskedPages
 from jax_memeff.codegen.kernels import KERNELS
-from jax_memeff.codegen.kernels.bases.families import LARGE_DIM, MmaTile
-from jax_memeff.codegen.kernels.split.tiles import Tile as SplitTile
+from jax_memeff.codegen.kernels.common.base import LARGE_DIM
+from jax_memeff.codegen.kernels.sm80.base import MmaTile
+from jax_memeff.codegen.kernels.sm80.split import Tile as SplitTile
 from jax_memeff.codegen.problem import REQUIRED_DIRECTIONS
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import SPEC_DTYPES
@@ -28,7 +29,7 @@ def test_few_query_rows_split_the_keys():
     assert spec.kernel.splits_keys and spec.tile.query == 16
     source = emit.source(spec)
     for line in (
-        "#include <memeff/kernels/fmha_fwd_split_sm80.cuh>",
+        "#include <kernels/sm80/split.cuh>",
         f"static constexpr int kStages = {spec.tile.stages};",
         f"static constexpr int kKeyWarps = {spec.tile.key_warps};",
         "using Kernel = memeff::FmhaForwardSplitSm80<Config>;",

@@ -142,7 +142,7 @@ def _link(spec: KernelSpec) -> Path:
 
 def kernel_library(name: str, source: str) -> Path:
     """Compiles kernels. Headers would take three of four seconds, so they are precompiled."""
-    directories = [_precompiled_headers(), *_directories(str(headers.own_include_dir()))]
+    directories = [_precompiled_headers(), *_directories(*map(str, headers.own_include_dirs()))]
     sources = {f"{name}.cc": source}
     return _compiled(f"{name}.so", sources, _KERNEL_OPTIONS, directories, headers.digest())
 
@@ -159,14 +159,13 @@ def _precompiled_headers() -> str:
     """The directory in which g++ finds ``emulator/precompiled.h.gch`` before the header itself."""
     # Hazard: g++ silently ignores a precompiled header that was made with other options.
     options = [option for option in _KERNEL_OPTIONS if option not in ("-include", _PRECOMPILED)]
-    own = headers.own_include_dir()
     names = [_PRECOMPILED, *(kernel.device_file for kernel in KERNELS)]
     source = {"precompiled.h": "".join(f'#include "{name}"\n' for name in names)}
     header = _compiled(
         "precompiled.gch",
         source,
         ["-x", "c++-header", *options],
-        _directories(str(own)),
+        _directories(*map(str, headers.own_include_dirs())),
         headers.digest(),
     )
     _remove_precompiled_before(header)

@@ -25,7 +25,7 @@ from jax_memeff._call.operands.gradients import Gradients, gradients_of
 from jax_memeff._op import primitives
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.gpu import WGMMA_ARCH
-from jax_memeff.codegen.kernels import fmha_bwd_sm90
+from jax_memeff.codegen.kernels.sm90 import backward
 from jax_memeff.codegen.toolchain import compile as compiler
 
 gpu = pytest.mark.gpu
@@ -124,7 +124,7 @@ def results(case, arrays, zero):
         directions = {name: getattr(operands, name)[::-1] for name in lateness.TANGENTS}
         given = gradients_of(operands, directions)
         found["dout"], found["dlse"] = primitives.tangent(operands, case.options, out, lse, given)
-    if case.deterministic or max(fmha_bwd_sm90.TILES) < case.H:
+    if case.deterministic or max(backward.TILES) < case.H:
         found["dq"] = gradients.query
     return found if gradients.bias is None else {**found, "dbias": gradients.bias}
 

@@ -374,14 +374,13 @@ def test_bad_arguments_raise(settings, message):
 def test_arguments_that_are_no_arrays_raise():
     query, key, value = arrays(2)
     text: Any = "key"
-    function: Any = lambda batch, head, query, key: query >= key
-    method: Any = Mask.causal
+    functions: list[Any] = [lambda batch, head, query, key: query >= key, Mask.causal]
     with pytest.raises(TypeError, match="key must be an array, got str"):
         attention_fn(query, text, value)
     with pytest.raises(TypeError, match=r"pass mask=jax_memeff.Mask.function\(function\)"):
-        attention_fn(query, key, value, mask=function)
+        attention_fn(query, key, value, mask=functions[0])
     with pytest.raises(TypeError, match=r"pass mask=jax_memeff.Mask.causal\(\.\.\.\)"):
-        attention_fn(query, key, value, mask=method)
+        attention_fn(query, key, value, mask=functions[1])
     with pytest.raises(TypeError, match=r"^mask must be an array of numbers, got key<"):
         attention_fn(query, key, value, mask=jax.random.key(0))
     for bias in (jax.random.key(0), np.ones(COLUMNS, np.complex64)):

@@ -84,7 +84,7 @@ def test_the_emulator_replaces_headers_of_arch_only():
     }
 
 
-@pytest.mark.parametrize("folder", ["ffi/include/memeff/kernels", "ffi/src", "codegen/kernels"])
+@pytest.mark.parametrize("folder", ["codegen/kernels", "ffi/src", "codegen/kernels"])
 def test_kernels_and_host_do_not_name_modifiers_of_probabilities(folder):
     """They use ``ProbabilityModifiers``, the description and sets of modifiers."""
     names = [feature.name for feature in FEATURES if feature.modifies == "probabilities"]

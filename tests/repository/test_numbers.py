@@ -14,9 +14,8 @@ from jax_memeff._command import models
 from jax_memeff._cuda import block_mask as block_masks_of_kernels
 from jax_memeff.codegen import select, strategy
 from jax_memeff.codegen.features.pages import INVARIANT_COLUMNS
-from jax_memeff.codegen.kernels import fmha_bwd_sm90, fmha_fwd_large_dim_sm90, fmha_fwd_latent_sm90
-from jax_memeff.codegen.kernels.bases.families import LARGE_DIM
-from jax_memeff.codegen.kernels.large_dim import fmha_bwd_large_dim_sm90
+from jax_memeff.codegen.kernels.common.base import LARGE_DIM
+from jax_memeff.codegen.kernels.sm90 import backward, large_dim_backward, large_dim_forward, latent
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS
 from jax_memeff.codegen.toolchain import program_cache
@@ -50,8 +49,8 @@ def constants(header: str, *names: str) -> list[float]:
 
 
 LARGEST_LARGE = [
-    max(head for head, _ in fmha_fwd_large_dim_sm90.TILES),
-    max(value for _, value in fmha_fwd_large_dim_sm90.TILES),
+    max(head for head, _ in large_dim_forward.TILES),
+    max(value for _, value in large_dim_forward.TILES),
 ]
 STATED = [
     ("README.md", r"up to head dim (\d+) and value dim (\d+), without bias", LARGEST_LARGE),
@@ -60,14 +59,14 @@ STATED = [
     (
         "docs/guide/serving.md",
         r"with up to (\d+) columns of keys and (\d+) of values",
-        [fmha_fwd_latent_sm90.HEAD_DIM, fmha_fwd_latent_sm90.VALUE_DIM],
+        [latent.HEAD_DIM, latent.VALUE_DIM],
     ),
     ("README.md", r"head dims from 257 to (\d+)", [LARGE_DIM]),
     ("docs/guide/memory.md", r"at most (\d+) tiles\. ", [strategy.MOST_SPLIT_BLOCKS]),
     (
         "docs/guide/memory.md",
         r"at most (\d+) tiles of (\d+) keys",
-        [strategy.MULTIPROCESSORS, fmha_bwd_sm90.TILES[128][0].key],
+        [strategy.MULTIPROCESSORS, backward.TILES[128][0].key],
     ),
     ("docs/deployment/jit.md", r"Beyond (\d+) MiB", [program_cache.MAX_BYTES // 2**20]),
     (
@@ -89,10 +88,10 @@ STATED = [
         r"as many from position ([\d,]+) on\. Otherwise segments have (\d+) keys, and twice "
         r"as many from position (\d+) on",
         [
-            fmha_fwd_latent_sm90.SMALL_GROUP_SEGMENTS.keys,
-            fmha_fwd_latent_sm90.SMALL_GROUP,
-            fmha_fwd_latent_sm90.SMALL_GROUP_SEGMENTS.doubles_at,
-            *fmha_fwd_latent_sm90.LARGE_GROUP_SEGMENTS,
+            latent.SMALL_GROUP_SEGMENTS.keys,
+            latent.SMALL_GROUP,
+            latent.SMALL_GROUP_SEGMENTS.doubles_at,
+            *latent.LARGE_GROUP_SEGMENTS,
         ],
     ),
     ("docs/guide/serving.md", r"clips to ±(\d+), the largest", [append.LARGEST_FLOAT8]),
@@ -117,7 +116,7 @@ def test_numbers_are_those_of_the_code(page, pattern, expected):
 
 @pytest.mark.quick
 def test_large_head_dims_have_the_same_limit_in_both_directions():
-    rows = fmha_bwd_large_dim_sm90.ROWS
+    rows = large_dim_backward.ROWS
     assert [max(row[0] for row in rows), max(row[1] for row in rows)] == LARGEST_LARGE
 
 

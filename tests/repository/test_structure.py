@@ -160,7 +160,7 @@ def test_functions_of_cpp_are_small(suffix):
 def test_the_code_generator_needs_neither_jax_nor_cuda():
     """Imports every module of it in a fresh process."""
     names = sorted(modules("jax_memeff.codegen"))
-    assert "jax_memeff.codegen.kernels.fmha_fwd_sm80" in names
+    assert "jax_memeff.codegen.kernels.sm80.forward" in names
     heavy = {"jax", "numpy", "cuda.core", "cuda.bindings"}
     program = f"""
 import importlib, sys

@@ -15,14 +15,13 @@ from attention_case import Case
 from jax_memeff._call.operands.gradients import needs_grad_of
 from jax_memeff._cuda import selection
 from jax_memeff.codegen import emit, gpu
-from jax_memeff.codegen.kernels.bases.families import WgmmaTile
-from jax_memeff.codegen.kernels.bases.persistent_sm90 import PersistentTile
-from jax_memeff.codegen.kernels.fmha_bwd_sm90 import FmhaBwdSm90
-from jax_memeff.codegen.kernels.fmha_fwd_f16x3_sm90 import FmhaFwdF16x3Sm90
-from jax_memeff.codegen.kernels.fmha_fwd_large_dim_sm90 import FmhaFwdLargeDimSm90
-from jax_memeff.codegen.kernels.fmha_fwd_sm90 import FmhaFwdSm90
-from jax_memeff.codegen.kernels.large_dim.fmha_bwd_large_dim_sm90 import FmhaBwdLargeDimSm90
-from jax_memeff.codegen.kernels.tangent.fmha_tangent_sm90 import FmhaTangentSm90
+from jax_memeff.codegen.kernels.sm90.backward import FmhaBwdSm90
+from jax_memeff.codegen.kernels.sm90.base import PersistentTile, WgmmaTile
+from jax_memeff.codegen.kernels.sm90.f16x3_forward import FmhaFwdF16x3Sm90
+from jax_memeff.codegen.kernels.sm90.forward import FmhaFwdSm90
+from jax_memeff.codegen.kernels.sm90.large_dim_backward import FmhaBwdLargeDimSm90
+from jax_memeff.codegen.kernels.sm90.large_dim_forward import FmhaFwdLargeDimSm90
+from jax_memeff.codegen.kernels.sm90.tangent import FmhaTangentSm90
 from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import PLAIN, Strategy, using
 

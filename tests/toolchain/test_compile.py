@@ -170,12 +170,13 @@ def test_key_depends_on_what_headers_say_not_on_where_they_are(cache, tmp_path, 
     def is_cached():
         return compiler.lookup_source(TINY, "sm_80", ["tiny"]) is not None
 
-    moved = tmp_path / "elsewhere" / "include"
-    shutil.copytree(headers.own_include_dir(), moved)
+    moved = tuple(tmp_path / str(index) for index in range(2))
+    for old, new in zip(headers.own_include_dirs(), moved, strict=True):
+        shutil.copytree(old, new, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     compiler.compile_source(TINY, "sm_80", ["tiny"])
-    monkeypatch.setattr(headers, "own_include_dir", lambda: moved)
+    monkeypatch.setattr(headers, "own_include_dirs", lambda: moved)
     assert is_cached()
-    params = moved / "memeff" / "params.h"
+    params = moved[1] / "memeff" / "params.h"
     text = params.read_text()
     params.write_text(text + "// a change\n")
     assert not is_cached()
@@ -189,7 +190,7 @@ def test_a_header_is_read_again_after_a_change_that_keeps_its_length_and_time(
     tmp_path, monkeypatch
 ):
     header = tmp_path / "memeff.cuh"
-    monkeypatch.setattr(headers, "own_include_dir", lambda: tmp_path)
+    monkeypatch.setattr(headers, "own_include_dirs", lambda: (tmp_path,))
     monkeypatch.setattr(headers, "_TICK", 0)
     header.write_text("one")
     digest, before = headers.own_digest(), header.stat()
@@ -204,7 +205,7 @@ def test_headers_are_read_again_if_the_clock_could_have_missed_a_change(tmp_path
     header = tmp_path / "memeff.cuh"
     header.write_text("one")
     same = headers._File((header.name,), inode=1, size=3, changed=time.time_ns() - age)
-    monkeypatch.setattr(headers, "own_include_dir", lambda: tmp_path)
+    monkeypatch.setattr(headers, "own_include_dirs", lambda: (tmp_path,))
     monkeypatch.setattr(headers, "_files", lambda directory, above: [same])
     digest = headers.own_digest()
     header.write_text("two")

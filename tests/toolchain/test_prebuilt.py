@@ -137,7 +137,12 @@ def test_a_training_step_of_a_model_is_lowered_without_a_compiler(tmp_path):
     assert done.returncode == 0, done.stderr
     imported, opened = json.loads(done.stdout)
     assert imported and {"cuda", "nvidia", "rich"}.isdisjoint(imported)
-    own = [str(file) for file in headers.own_include_dir().rglob("*") if file.is_file()]
+    own = [
+        str(file)
+        for folder in headers.own_include_dirs()
+        for file in folder.rglob("*")
+        if file.suffix in (".cuh", ".h")
+    ]
     assert sorted(opened) == sorted([*own, str(path), str(path)])
 
 

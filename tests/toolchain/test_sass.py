@@ -17,8 +17,8 @@ import together
 
 from jax_memeff.codegen import select
 from jax_memeff.codegen.features import AskedPages
-from jax_memeff.codegen.kernels import fmha_bwd_sm90
-from jax_memeff.codegen.kernels.bases.families import WARPGROUP_ROWS, WARPGROUP_THREADS
+from jax_memeff.codegen.kernels.sm90 import backward
+from jax_memeff.codegen.kernels.sm90.base import WARPGROUP_ROWS, WARPGROUP_THREADS
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec
 
@@ -42,7 +42,7 @@ GRADIENTS = [
 GRADIENTS_DRAWN = 1
 MOST_SPILL = 8
 RECORDED_SPILLS = {
-    "fmha_bwd_bf16_d64_128x128_sm90": fmha_bwd_sm90.TILES[64][0].spill_bytes,
+    "fmha_bwd_bf16_d64_128x128_sm90": backward.TILES[64][0].spill_bytes,
     "fmha_bwd_bf16_d128_80x128_dkdv_sm90": 12,  # by NVRTC 13.5, for keys and values only
 }
 """Bytes by the names of backwards that spill more."""

@@ -59,8 +59,7 @@ def link_distribution(name, target):
 def link_package(package):
     """Links jax_memeff in the layout of a wheel."""
     package.mkdir()
-    include = headers.own_include_dir()
-    codegen = Path(str(sys.modules["jax_memeff.codegen"].__file__)).parent
+    codegen, include = headers.own_include_dirs()
     for source in (*ROOT.glob("[!_]*"), *map(ROOT.joinpath, OF_COMMANDS)):
         (package / source.name).symlink_to(source)
     for name, source in (("codegen", codegen), ("include", include)):

@@ -195,7 +195,7 @@ struct BackwardParams {
                                     // logsumexp in base 2 (+inf if a row has no keys), and
                                     // delta = rowsum(dO * O) - dlse
   float* query_gradient_sum;        // [tiles, query tile, padded head dim], in fragment order
-  int* query_gradient_states;       // [tiles], see kernels/backward/dq_sums/first_store.cuh
+  int* query_gradient_states;       // [tiles], see common/dq_sums.cuh
   float* key_gradient_sum;          // split-Q: see schedule/split_q.cuh
                                     // large head dims: [B, K, padded S, padded H] and
   float* value_gradient_sum;        // [B, K, padded S, padded Hv]
@@ -206,7 +206,7 @@ struct BackwardParams {
                              // K times this
   int row_splits;            // CTAs that divide its Q blocks: see schedule/split_q.cuh
   int* semaphores;           // see schedule/dq_semaphore.cuh, schedule/split_q.cuh and
-                             // kernels/backward/dq_sums/finished.cuh
+                             // common/dq_sums.cuh
   BlockMask block_mask;      // of the launched kernel
   char* query_hi_lo;         // 3xFP16: see layout/f16x3_tiles.cuh
   char* key_hi_lo;

@@ -15,10 +15,7 @@ from paged_case import Case, assert_matches
 
 from jax_memeff.codegen import strategy
 from jax_memeff.codegen.features import AskedPages
-from jax_memeff.codegen.kernels.fmha_fwd_latent_sm90 import (
-    LARGE_GROUP_SEGMENTS,
-    SMALL_GROUP_SEGMENTS,
-)
+from jax_memeff.codegen.kernels.sm90.latent import LARGE_GROUP_SEGMENTS, SMALL_GROUP_SEGMENTS
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.select import explain, select
 from jax_memeff.codegen.sizes import Sizes

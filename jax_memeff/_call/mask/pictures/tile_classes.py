@@ -1,7 +1,7 @@
 """The class of each tile of scores: kernels skip it, compute it, or compute and test it.
 
 The rules for windows and lengths repeat those of ``IntervalMask`` in
-ffi/include/memeff/mask/interval.cuh, and a test compares the two. All other conditions come from
+codegen/memeff/mask/interval.cuh, and a test compares the two. All other conditions come from
 the block mask that kernels read.
 """
 

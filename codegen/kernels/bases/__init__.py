@@ -1,1 +1,0 @@
-"""The parts that several kernels share."""

@@ -1,0 +1,1 @@
+"""What the kernels of several generations share."""

@@ -1,1 +1,0 @@
-"""The wgmma kernels for float32, except for the forward."""

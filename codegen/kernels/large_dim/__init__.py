@@ -1,1 +1,0 @@
-"""The wgmma kernels for head dims above 256."""

@@ -1,0 +1,26 @@
+"""The kernels whose products are wgmma, for Hopper."""
+
+from __future__ import annotations
+
+from jax_memeff.codegen.kernels.sm90.backward import FmhaBwdSm90
+from jax_memeff.codegen.kernels.sm90.f16x3_backward import FmhaBwdF16x3Sm90
+from jax_memeff.codegen.kernels.sm90.f16x3_forward import FmhaFwdF16x3Sm90
+from jax_memeff.codegen.kernels.sm90.forward import FmhaFwdSm90
+from jax_memeff.codegen.kernels.sm90.large_dim_backward import FmhaBwdLargeDimSm90
+from jax_memeff.codegen.kernels.sm90.large_dim_forward import FmhaFwdLargeDimSm90
+from jax_memeff.codegen.kernels.sm90.latent import FmhaFwdLatentSm90
+from jax_memeff.codegen.kernels.sm90.tangent import FmhaTangentSm90
+from jax_memeff.codegen.kernels.sm90.two_kernel_backward import FmhaBwdTwoKernelSm90
+from jax_memeff.codegen.spec import Kernel
+
+KERNELS: tuple[Kernel, ...] = (
+    FmhaFwdSm90(),
+    FmhaFwdF16x3Sm90(),
+    FmhaFwdLatentSm90(),
+    FmhaFwdLargeDimSm90(),
+    FmhaBwdSm90(),
+    FmhaBwdTwoKernelSm90(),
+    FmhaBwdF16x3Sm90(),
+    FmhaBwdLargeDimSm90(),
+    FmhaTangentSm90(),
+)

@@ -1,1 +1,0 @@
-"""The forward with split keys, for few query rows."""

@@ -1,1 +1,0 @@
-"""The kernels for forward mode."""
