@@ -8,12 +8,12 @@ error, so all programs that evaluate it must round alike. Kernels follow IEEE 75
   of quotients, of powers and of square roots.
 - It adds constants first: ``(x + a) + b`` becomes ``x + (a + b)``. Products likewise.
 - LLVM fuses ``a * b + c``.
-- On GPUs a quotient is off by up to two units in the last place.
+- On GPUs a quotient is off by up to two units in the last place, and a root by one.
 
 ``lax.optimization_barrier`` helps against the first two only, and newer versions of XLA store what
 passes it, so tiles of scores would go through memory. Here each result is put together again from
 its bits instead. This hides the operation from compilers and takes a few integer instructions, or
-none. Quotients are corrected by their remainder, which is exact in integers.
+none. Quotients and roots are corrected by their remainder, which is exact in integers.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ def apply_rounded(value: Value, args: list[Any]) -> jax.Array:
         return _quotient(*jnp.broadcast_arrays(*args))
     if value.op == "mul":
         return _product(*jnp.broadcast_arrays(*args))
+    if value.op == "sqrt":
+        return _root(jnp.asarray(args[0]))
     if value.op == "square":
         return _power(jnp.asarray(args[0]), 2)
     if value.op == "integer_pow":
@@ -214,6 +216,36 @@ def _quotient(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(
         functools.reduce(jnp.logical_and, are_normal), _with_sign(magnitude, x ^ y), a / b
     )
+
+
+@_differentiated_as(lax.sqrt)
+def _root(x: jax.Array) -> jax.Array:
+    """The square root; that of XLA if the operand is zero, negative, subnormal or not finite."""
+    return _corrected_root(x, lax.sqrt)
+
+
+def _corrected_root(x: jax.Array, root: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The square root, from a function that may be off by a few units in the last place."""
+    info = jnp.finfo(x.dtype)
+    bias = 2 ** (info.nexp - 1) - 1
+    one = 1 << info.nmant
+    bits = _bits(x)
+    exponent = bits >> info.nmant
+    significand = (bits & (one - 1)) | one
+    is_odd = (exponent - bias) & 1
+    # A root of a number from 1 to 4 is from 1 to 2.
+    estimate = root(_float((significand - one) + ((bias + is_odd) << info.nmant), x.dtype))
+    found = _bits(estimate) - ((bias - 1) << info.nmant)
+    # As in _quotient(): neither of the two fits into an integer, but their difference does.
+    remainder = (significand << (info.nmant + is_odd)) - found * found
+    step = jnp.round(remainder.astype(x.dtype) / (2 * found).astype(x.dtype)).astype(bits.dtype)
+    remainder -= step * (2 * found + step)
+    found += step
+    # A root never lies halfway between two others.
+    found += (remainder > found).astype(bits.dtype) - (remainder <= -found).astype(bits.dtype)
+    half = (exponent - bias - is_odd) // 2 + bias
+    is_normal = (exponent > 0) & (exponent < 2 * bias + 1)
+    return jnp.where(is_normal, _float((half << info.nmant) + (found - one), x.dtype), root(x))
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Values on which a jump depends: quotients of all sizes, and derivatives."""
+"""Values on which a jump depends: quotients and roots of all sizes, and derivatives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import normal
+from jax import lax
 
+from jax_memeff._functions import operations
 from jax_memeff._functions.evaluate import evaluate
 from jax_memeff._functions.operations import apply_rounded
 from jax_memeff._functions.trace import traced_score_function
@@ -35,6 +37,31 @@ def test_random_quotients(dtype, x64):
     assert (signs | np.isnan(want))[left].all()
 
 
+@pytest.mark.parametrize("error", [-2, -1, 0, 1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_random_roots(dtype, error, x64):
+    """Also if XLA's root is wrong by some units in the last place, as on GPUs."""
+    integer = np.int32 if dtype == "float32" else np.int64
+
+    def inexact(x):
+        bits = lax.bitcast_convert_type(lax.sqrt(x), integer)
+        return lax.bitcast_convert_type(bits + error, dtype)
+
+    normal_numbers = np.finfo(dtype).tiny, np.finfo(dtype).max
+    ends = [np.array(end, dtype).view(integer).item() for end in normal_numbers]
+    numbers = np.random.default_rng(0).integers(*ends, 200_000, integer).view(dtype)
+    squares = np.arange(1, 3000, dtype=dtype) ** 2
+    numbers = np.concatenate([numbers, squares, np.nextafter(squares, 0), np.nextafter(squares, 1)])
+    got = jax.jit(lambda x: operations._corrected_root(x, inexact))(numbers)
+    np.testing.assert_array_equal(got, np.sqrt(numbers))
+
+
+def test_roots_of_special_numbers():
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -1.0], np.float32)
+    got = jax.jit(lambda x: apply_rounded(Value("sqrt", "float32"), [x]))(special)
+    np.testing.assert_array_equal(got, [0.0, -0.0, np.inf, np.nan, np.nan, np.nan])
+
+
 def test_derivatives_of_rounded_values(x64, assert_close):
     """A jump depends on the product and the quotient; so does the value next to the jump."""
     weights = normal(1, 5).astype("float64")
@@ -44,6 +71,7 @@ def test_derivatives_of_rounded_values(x64, assert_close):
         def of_score(s, b, h, q, k):
             product, quotient = s * weights[k], weights[k] / (2 + s**2)
             kink = jnp.where((product > 0.1) & (quotient < 0.3), product**3, quotient)
+            kink = jnp.where(jnp.sqrt(2 + product**2) > 1.5, kink, jnp.sqrt(2 + product))
             return kink - jnp.square(product) + (s + weights[k]) * jnp.floor(product)
 
         return of_score
