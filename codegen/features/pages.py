@@ -31,7 +31,7 @@ _XLA = "pass implementation='xla'"
 
 
 def segments(keys: int) -> int:
-    """The number of segments of a batch-invariant call; ``fmha_fwd_latent_sm90`` has its own."""
+    """The number of segments of a batch-invariant call; ``kernels/sm90/latent.py`` has its own."""
     return -(-keys // INVARIANT_COLUMNS)
 
 

@@ -177,7 +177,7 @@ def test_the_models_of_the_readme_have_kernels():
             assert any("_varlen" in spec.name for spec in own)
     assert any("_pages64" in spec.name for spec, _ in jobs)
     assert {spec.kernel.stem for spec, _ in models.kernels(["deepseek"], ["sm_90a"])} > {
-        "fmha_fwd_latent_sm90"
+        "sm90/latent"
     }
     with pytest.raises(UnsupportedError, match="latent"):
         models.kernels(["deepseek"], ["sm_80"])

@@ -162,7 +162,7 @@ def test_deterministic_split_q_has_semaphores_and_counters(fake_compiler):
 
 def test_float32_forwards_have_room_for_hi_and_lo_parts(fake_compiler):
     text = lower(loss, *shapes(B=5, T=1030, S=1100, N=8, dtype=jnp.float32))
-    assert [spec.kernel.stem for spec, _ in fake_compiler] == ["fmha_fwd_f16x3_sm90"]
+    assert [spec.kernel.stem for spec, _ in fake_compiler] == ["sm90/f16x3_forward"]
     assert 'results = "out,logsumexp,tile_counter,query_hi_lo,key_hi_lo,value_hi_lo"' in text
     # Tiles have 64 queries or 128 keys, with a factor for each row.
     queries, keys = 5 * 8 * 17 * 64 * (64 + 1), 5 * 2 * 9 * 128 * (64 + 1)

@@ -41,7 +41,7 @@ def number(text: str) -> int | float:
 
 def constants(header: str, *names: str) -> list[float]:
     """The values of float constants in a device header."""
-    text = (ROOT / "ffi/include/memeff" / header).read_text()
+    text = (ROOT / "codegen/memeff" / header).read_text()
     found = [re.search(rf"float {name} = (\S+)f;", text) for name in names]
     return [
         float.fromhex(match[1]) if "x" in match[1] else float(match[1]) for match in found if match

@@ -1,11 +1,10 @@
-"""The folders of the package form a tree: each imports only those below it, and no files import
-each other in a circle. Imports inside functions count, because they only hide a circle.
+"""The folders of the package form a tree: each imports only those below it, folders inside it
+included. Imports inside functions count, because they only hide a circle.
 """
 
 from __future__ import annotations
 
 import ast
-import graphlib
 import re
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def imported(file: Path) -> set[str]:
 @pytest.mark.parametrize("folder", BELOW)
 def test_a_folder_imports_those_below_it(folder):
     rooms = {
-        name.split(".")[0] for file in (PACKAGE / folder).glob("*.py") for name in imported(file)
+        name.split(".")[0] for file in (PACKAGE / folder).rglob("*.py") for name in imported(file)
     }
     assert rooms & BELOW.keys() - {folder} <= BELOW[folder]
 
@@ -61,15 +60,3 @@ def test_one_file_uses_internals_of_jax():
 def test_every_folder_is_listed():
     folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
     assert folders - {"codegen"} == BELOW.keys()
-
-
-def test_no_file_imports_in_a_circle():
-    files = {
-        ".".join(file.relative_to(PACKAGE).with_suffix("").parts): file
-        for folder in BELOW
-        for file in (PACKAGE / folder).glob("*.py")
-        if file.name != "__init__.py"
-    }
-    graph = {name: imported(file) & files.keys() for name, file in files.items()}
-    assert any(graph.values())
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError

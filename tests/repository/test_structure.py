@@ -91,6 +91,21 @@ def test_folders_import_each_other_in_one_direction(package):
     assert cycle(graph) == []
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_modules_import_each_other_in_a_circle(package):
+    """In whichever folder they are, also inside functions: such imports only hide a circle."""
+    files = modules(package)
+    graph = {}
+    for module, file in files.items():
+        names = list(imported(file, module))
+        # ``from package import module`` uses the module, not all that the package imports.
+        graph[module] = {
+            name for name in names if name in files and not any(f"{name}." in n for n in names)
+        } - {module}
+    assert len(graph) > 40 and any(graph.values())
+    assert cycle(graph) == []
+
+
 def code(suffix: str) -> list[Path]:
     files = [file for folder in CODE_FOLDERS for file in (ROOT / folder).rglob(f"*{suffix}")]
     assert files

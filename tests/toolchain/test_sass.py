@@ -147,7 +147,7 @@ def large_forwards():
 
 
 def softmax_of_large_head_dims_runs_under_a_product(spec, kernel):
-    assert spec.kernel.stem == "fmha_fwd_large_dim_sm90"
+    assert spec.kernel.stem == "sm90/large_dim_forward"
     assert share_of_exponentials_under_a_product(spec, 0, kernel) > 2 / 3
 
 
@@ -162,7 +162,7 @@ def large_backwards():
 
 def exponentials_of_large_head_dims_run_under_the_sums_of_a_backward(spec, kernel):
     """They follow the start of the sum of the block before, which nothing has waited for."""
-    assert spec.kernel.stem.endswith("fmha_bwd_large_dim_sm90")
+    assert spec.kernel.stem == "sm90/large_dim_backward"
     assert kernel.spills == 0
     for suffix in ("dq", "dkdv"):
         listing = kernel.code[f"{spec.name}_{suffix}"]

@@ -89,7 +89,7 @@ def latent(arch: str = "sm_90a", dtype: Any = "bf16", **pages: Any) -> Problem:
 @pytest.mark.quick
 def test_the_latent_kernel_converts():
     spec = select(latent(key_scale="pages"))
-    assert spec.kernel.stem == "fmha_fwd_latent_sm90"
+    assert spec.kernel.stem == "sm90/latent"
     assert not spec.tensor_maps
 
 

@@ -225,7 +225,7 @@ def latent(arch: str = "sm_90a", dims: tuple[int, int] = (576, 512), **asked) ->
 @pytest.mark.parametrize("query_rows", [None, *strategy.QUERY_ROWS])
 def test_one_kernel_for_every_strategy(query_rows):
     spec = select(latent(), Strategy(query_rows=query_rows))
-    assert spec.kernel.stem == "fmha_fwd_latent_sm90"
+    assert spec.kernel.stem == "sm90/latent"
     assert spec.name == "fmha_fwd_bf16_d576v512_64x64_latent_varlen_pages64_sm90"
 
 

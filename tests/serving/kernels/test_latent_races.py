@@ -85,4 +85,4 @@ def test_every_hunt_has_the_latent_kernel(case, monkeypatch, fake_compiler):
     short = dataclasses.replace(case, lengths=case.counts)  # the kernel does not depend on lengths
     arrays = jax.tree.map(jnp.asarray, drawn(short))
     run.trace(arrays, jnp.int32(0)).lower(lowering_platforms=("cuda",))
-    assert {spec.kernel.stem for spec, _ in fake_compiler} == {"fmha_fwd_latent_sm90"}
+    assert {spec.kernel.stem for spec, _ in fake_compiler} == {"sm90/latent"}
