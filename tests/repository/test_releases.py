@@ -125,7 +125,8 @@ def test_a_wheel_that_is_large_incomplete_or_linked_is_refused(tmp_path, monkeyp
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(library, "jax_memeff/_ffi.cpython.so")
         archive.writestr("jax_memeff/py.typed", "")
-        archive.writestr("jax_memeff/codegen/__init__.py", "")
+        for name in ("__init__.py", "kernels/sm90/forward.cuh", "memeff/arch/mma.cuh"):
+            archive.writestr(f"jax_memeff/codegen/{name}", "")
     monkeypatch.setattr(check_wheel, "LARGEST_BYTES", 100)
     large, incomplete, linked = check_wheel.faults(wheel)
     assert large.startswith("expected at most 100 bytes, got ")
