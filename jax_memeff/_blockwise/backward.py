@@ -74,7 +74,7 @@ def backward(
         gradients of a broadcast bias and of captured arrays are summed tile by tile.
     """
     problem = Problem.of(operands, options)
-    batch, bias = operands.query.shape[0], operands.bias
+    bias = operands.bias
     needs_bias_grad = needs_grad.bias and bias is not None
     # A bias of one column adds a constant to each row of scores. That changes no probability and
     # shifts the logsumexp, so the gradient follows from dlse alone. With a single key column this
@@ -82,8 +82,8 @@ def backward(
     constant_rows = bias is not None and bias.shape[3] == 1 != operands.key.shape[1]
     sums = _Sums(
         query=problem.zeros(*problem.query.shape) if needs_grad.query else None,
-        key=problem.zeros(batch, *problem.key.shape[1:]) if needs_grad.key else None,
-        value=problem.zeros(batch, *problem.value.shape[1:]) if needs_grad.value else None,
+        key=_zeros_by_head(problem, operands.key) if needs_grad.key else None,
+        value=_zeros_by_head(problem, operands.value) if needs_grad.value else None,
         bias=_bias_sums(problem) if needs_bias_grad and not constant_rows else None,
         captured=_captured_sums(problem, needs_grad),
     )
@@ -116,6 +116,12 @@ def backward(
             for x, like in zip(sums.captured, operands.captured, strict=True)
         ),
     )
+
+
+def _zeros_by_head(problem: Problem, x: jax.Array) -> jax.Array:
+    """Zeros for the gradient of keys or values, [B, K, S, .]."""
+    _, columns, kv_heads, dim = x.shape
+    return problem.zeros(problem.query.shape[0], kv_heads, columns, dim)
 
 
 def _backward_loops(
@@ -238,7 +244,7 @@ def _row_arrays(
     ``out`` it is ``-dlse``. All are grouped by key heads. In rows that are not live, the logsumexp
     is inf, D is 0, and ``dout`` is multiplied by probabilities of 0.
     """
-    dtype, kv_heads = problem.accumulator, problem.key.shape[1]
+    dtype, kv_heads = problem.accumulator, problem.operands.key.shape[2]
     dout = jnp.where(rows_within_lengths(problem.operands.mask, lse)[..., None], dout, 0)
     row_term = problem.zeros(*lse.shape)
     if out is not None:

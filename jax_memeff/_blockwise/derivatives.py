@@ -147,7 +147,7 @@ def _row_sums(operands: Operands, options: Options, lse: jax.Array) -> Sums:
         return x.astype(problem.accumulator)
 
     bias = None if operands.bias is None else widened(operands.bias)
-    keys = _blocks(widened(problem.key), cols, 2), _blocks(widened(problem.value), cols, 2)
+    keys = tuple(_blocks(x, cols, 2) for x in problem.whole_key_and_value())
     queries = (
         _blocks(widened(problem.query) * options.scaling.scale, rows, 3),
         _blocks(grouped(lse[..., None], operands.key.shape[2]), rows, 3),
@@ -187,7 +187,7 @@ def _row_sums(operands: Operands, options: Options, lse: jax.Array) -> Sums:
 
 def _no_sums(problem: Problem) -> Sums:
     shape = *problem.query.shape[:3], problem.rows.size
-    return problem.zeros(*shape), problem.zeros(*shape, problem.value.shape[-1])
+    return problem.zeros(*shape), problem.zeros(*shape, problem.operands.value_dim)
 
 
 def _indices(blocks: Blocks) -> jax.Array:

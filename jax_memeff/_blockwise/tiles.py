@@ -65,16 +65,15 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call, its arrays transposed to [B, K, G, T, .] and [B, K, S, .], and its blocks."""
+    """One call, its queries transposed to [B, K, G, T, .], and its blocks. Keys and values are
+    transposed tile by tile, as they are widened: a copy of all of them would take longer than a
+    decode step."""
 
     operands: Operands
     options: Options
     query: jax.Array
-    key: jax.Array
-    value: jax.Array
     pools: Pools | None
-    """With pages; ``key`` and ``value`` are then not read, because a transpose would copy all
-    pages."""
+    """With pages."""
     captured: tuple[jax.Array, ...]
     """The captured arrays, with one batch index for each gradient; floats are widened."""
     accumulator: jnp.dtype
@@ -83,15 +82,8 @@ class Problem:
 
     @classmethod
     def of(cls, operands: Operands, options: Options, pools: Pools | None = None) -> Problem:
-        query, key, value, mask = operands.query, operands.key, operands.value, operands.mask
+        query = operands.query
         batch, _, heads, _ = query.shape
-        is_paged = pools is not None
-        if mask.key_lengths is not None and not is_paged:
-            # Values beyond the lengths are zeroed, and each batch index has its own length.
-            key = _select_rows(expanded(key, options.divisors["key"], batch), mask.key_lengths)
-            value = _select_rows(
-                expanded(value, options.divisors["value"], batch), mask.key_lengths
-            )
         accumulator = score_dtype(query.dtype)
         longest = LONGEST_BLOCK
         while (
@@ -101,9 +93,7 @@ class Problem:
         return cls(
             operands,
             options,
-            grouped(_select_rows(query, mask.query_lengths), key.shape[2]),
-            key if is_paged else key.transpose(0, 2, 1, 3),
-            value if is_paged else value.transpose(0, 2, 1, 3),
+            grouped(_select_rows(query, operands.mask.query_lengths), operands.key.shape[2]),
             pools,
             tuple(
                 _widened(
@@ -134,16 +124,16 @@ class Problem:
         if self.pools is not None:
             rows = self._pool_rows(row, col)
             return pages.key_tile(self.operands, self.pools, rows, self.accumulator)
-        tile = lax.dynamic_slice_in_dim(self.key, col, self.cols.size, 2)
-        return self._of_batch(tile, self.options.divisors["key"])
+        tile = _sliced(self.operands.key, col, self.cols.size)
+        return self._by_key_head(tile, self.options.divisors["key"], col)
 
     def value_tile(self, row: jax.Array, col: jax.Array) -> jax.Array:
         """The values of the tile at (row, col), [B, K, cols, Hv]."""
         if self.pools is not None:
             rows = self._pool_rows(row, col)
             return pages.value_tile(self.operands, self.pools, rows, self.accumulator)
-        tile = lax.dynamic_slice_in_dim(self.value, col, self.cols.size, 2)
-        return self._of_batch(tile, self.options.divisors["value"])
+        tile = _sliced(self.operands.value, col, self.cols.size)
+        return self._by_key_head(tile, self.options.divisors["value"], col)
 
     def _pool_rows(self, row: jax.Array, col: jax.Array) -> jax.Array:
         mask, position = self.operands.mask, self.operands.position
@@ -152,8 +142,22 @@ class Problem:
         reached = None if reached is None else reached[0]
         return pages.needed_rows(self.operands, col, self.cols.size, reached)
 
-    def _of_batch(self, tile: jax.Array, divisor: int) -> jax.Array:
-        return expanded(tile.astype(self.accumulator), divisor, self.query.shape[0])
+    def whole_key_and_value(self) -> tuple[jax.Array, jax.Array]:
+        """All keys and all values, [B, K, S, H] and [B, K, S, Hv]."""
+        operands, divisors = self.operands, self.options.divisors
+        start = jnp.int32(0)
+        return (
+            self._by_key_head(operands.key, divisors["key"], start),
+            self._by_key_head(operands.value, divisors["value"], start),
+        )
+
+    def _by_key_head(self, rows: jax.Array, divisor: int, start: jax.Array) -> jax.Array:
+        """Keys or values from row ``start`` on, [b, rows, K, .] to [B, K, rows, .]. They are zero
+        beyond the lengths, even if they are NaN there."""
+        rows = expanded(rows, divisor, self.query.shape[0])
+        lengths = self.operands.mask.key_lengths
+        rows = _select_rows(rows, None if lengths is None else lengths - start)
+        return rows.astype(self.accumulator).transpose(0, 2, 1, 3)
 
     def bias_tile(self, row: jax.Array, col: jax.Array) -> jax.Array | None:
         """The bias of one tile, [b, n, rows or 1, cols or 1]."""
@@ -305,6 +309,18 @@ def _widened(x: jax.Array, accumulator: jnp.dtype) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return x.astype(max(score_dtype(x.dtype), accumulator, key=lambda dtype: dtype.itemsize))
+
+
+def _sliced(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """Part of axis 1.
+
+    Small floats are sliced as integers: XLA for CPUs would convert the whole array to float32 to
+    slice it.
+    """
+    if x.dtype.itemsize >= 4:
+        return lax.dynamic_slice_in_dim(x, start, size, 1)
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(lax.dynamic_slice_in_dim(bits, start, size, 1), x.dtype)
 
 
 def _select_rows(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

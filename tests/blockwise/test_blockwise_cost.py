@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from blockwise_case import ALL, Case, make, run
 from jaxprs import primitives_of
 
+import jax_memeff
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call import dropout
 from jax_memeff._call.mask import Mask
@@ -131,3 +133,20 @@ def test_memory_is_linear():
     assert program.returncode == 0, program.stderr
     mebibytes = float(program.stdout.split()[0])
     assert 0 < mebibytes < 256
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.1), ("bfloat16", 1.1)])
+def test_a_decode_step_does_not_copy_all_keys(dtype, share):
+    """Keys and values are transposed and widened tile by tile. XLA copies those of bfloat16 once,
+    as integers; as floats it would widen them, to twice their size.
+    """
+    row, rows = (jax.ShapeDtypeStruct((4, length, 4, 64), dtype) for length in (1, 8192))
+    lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def attend(query, key, value, lengths):
+        return jax_memeff.dot_product_attention(
+            query, key, value, key_value_seq_lengths=lengths, implementation="xla"
+        )
+
+    analysis: Any = jax.jit(attend).lower(row, rows, rows, lengths).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < share * 2 * rows.size * rows.dtype.itemsize

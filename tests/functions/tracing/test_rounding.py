@@ -48,8 +48,8 @@ def test_random_roots(dtype, error, x64):
         return lax.bitcast_convert_type(bits + error, dtype)
 
     normal_numbers = np.finfo(dtype).tiny, np.finfo(dtype).max
-    ends = [np.array(end, dtype).view(integer).item() for end in normal_numbers]
-    numbers = np.random.default_rng(0).integers(*ends, 200_000, integer).view(dtype)
+    first, last = (np.array(end, dtype).view(integer).item() for end in normal_numbers)
+    numbers = np.random.default_rng(0).integers(first, last, 200_000, integer).view(dtype)
     squares = np.arange(1, 3000, dtype=dtype) ** 2
     numbers = np.concatenate([numbers, squares, np.nextafter(squares, 0), np.nextafter(squares, 1)])
     got = jax.jit(lambda x: operations._corrected_root(x, inexact))(numbers)
