@@ -80,7 +80,7 @@ class Segments(NamedTuple):
 
 
 SMALL_GROUP_SEGMENTS, LARGE_GROUP_SEGMENTS = Segments(512, 32768), Segments(1024, 8192)
-"""docs/tuning/serving.md compares them with others."""
+"""docs/tuning/sm90_forward.md compares them with others."""
 
 _WARP_ROWS, _WEIGHT_NUMBERS = 16, 16
 """The rows of a block of ``SegmentTile`` (codegen/kernels/forward/latent), and the
