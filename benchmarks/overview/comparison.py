@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from programs.peers import OURS
+from programs.peers import OURS, PEERS
 from reporting.ratios import ours, ratios
 from reporting.results import device_title
 
@@ -26,6 +26,7 @@ TITLES = {
     "masks": "segment ids, boolean masks",
     "float32": "float32",
     "decode": "few queries, long keys",
+    "steps": "steps of a server",
     "functions": "functions of scores and masks",
 }
 """Groups of cells in the order of the rows. Other groups, such as the gallery, have no peers."""
@@ -82,6 +83,8 @@ def rows(documents: Iterable[dict[str, Any]]) -> list[Row]:
     found: dict[tuple[int, str, str], Row] = {}
     order = list(TITLES)
     for document in documents:
+        if "steps" in document:
+            document = _with_cells(document)
         if not document.get("cells"):
             continue
         own = ours(document)
@@ -98,6 +101,17 @@ def rows(documents: Iterable[dict[str, Any]]) -> list[Row]:
             row = found.get(key) or Row(title, device, document["date"], (), ())
             found[key] = _with(row, cell, own, others)
     return [found[key] for key in sorted(found, key=_place) if found[key].cells]
+
+
+def _with_cells(document: dict[str, Any]) -> dict[str, Any]:
+    """The steps of a server as cells: the call without pages, which is what peers run, too."""
+    cells = [
+        {"name": step["name"], "group": "steps", "results": {"forward": step["results"]}}
+        for step in document["steps"]
+    ]
+    labels = document["labels"].items()
+    peers = {name: label for name, label in labels if name in PEERS}
+    return {**document, "cells": cells, "peers": peers}
 
 
 def _place(key: tuple[int, str, str]) -> tuple[str, int, int, str]:

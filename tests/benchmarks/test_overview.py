@@ -13,6 +13,7 @@ from harness import modules
 
 __all__ = ["modules"]
 
+WAYS = {"pages64", "pages16", "float8", "invariant", "tree", "steps", "prompts"}
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/benchmarks.md"
 
@@ -140,22 +141,27 @@ def test_the_page_has_all_results_of_the_repository(overview, modules):
     losses, figures = [], 0
     for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
         results = json.loads(path.read_text())
-        for cell in results.get("cells", ()):
-            for direction, records in cell["results"].items():
-                # A peer whose results are wrong counts as one without a figure.
+        cells = [(cell["name"], cell["results"]) for cell in results.get("cells", ())]
+        steps = [(step["name"], {"forward": step["results"]}) for step in results.get("steps", ())]
+        for name, directions in cells + steps:
+            for direction, records in directions.items():
+                # A peer whose results are wrong counts as one without a figure. Ways to store the
+                # keys of a server are no peers.
                 seconds = {
-                    name: record["seconds"]
-                    for name, record in records.items()
-                    if "seconds" in record and record.get("difference", 0) < 0.05
+                    peer: record["seconds"]
+                    for peer, record in records.items()
+                    if "seconds" in record
+                    and record.get("difference", 0) < 0.05
+                    and peer not in WAYS
                 }
                 own = seconds.get("memeff_cuda")
-                others = [time for name, time in seconds.items() if not name.startswith("memeff")]
+                others = [time for peer, time in seconds.items() if not peer.startswith("memeff")]
                 if own is not None and others:
                     figures += 1
                     if round(min(others) / own, 2) < 1:
                         losses.append(
                             (
-                                f"{cell['name']} ({device_title(results)})",
+                                f"{name} ({device_title(results)})",
                                 direction.replace("_", " + "),
                                 min(others) / own,
                             )
