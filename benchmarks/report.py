@@ -37,7 +37,7 @@ _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
 # Groups with a block of their own, for results whose cells all belong to one group.
-_BLOCKS = ("masks", "deterministic", "decode", "dims", "large_dims", "float32", "functions")
+_BLOCKS = ("masks", "deterministic", "decode", "dims", "large_dims", "float32", "functions", "cpu")
 # Results of other architectures, attention.py --arch.
 _ARCHITECTURES = ("compute_80", "compute_86")
 _NAMES = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import importlib
 import importlib.metadata
+import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ _DISTRIBUTIONS = (
     "nvidia-cutlass",
     "cuda-core",
 )
+
+
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def _output(*command: str) -> str | None:
@@ -44,11 +49,15 @@ def facts(commit: str | None) -> dict[str, Any]:
 def device() -> dict[str, str | None]:
     """The device's name, and its driver if there is one."""
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-    return {
-        "name": jax.devices()[0].device_kind,
-        "platform": jax.devices()[0].platform,
-        "driver": driver,
-    }
+    first = jax.devices()[0]
+    name = _processor() if first.platform == "cpu" else first.device_kind
+    return {"name": name, "platform": first.platform, "driver": driver}
+
+
+def _processor() -> str:
+    """The model of the CPU, and how many threads of it this process may use."""
+    models = re.findall(r"^model name\s*: (.*)$", _CPU_INFO.read_text(), re.MULTILINE)
+    return f"{models[0] if models else 'CPU'} on {len(os.sched_getaffinity(0))} threads"
 
 
 def versions(commit: str | None) -> dict[str, str]:

@@ -28,6 +28,7 @@ TITLES = {
     "decode": "few queries, long keys",
     "steps": "steps of a server",
     "functions": "functions of scores and masks",
+    "cpu": "plain JAX on a CPU",
 }
 """Groups of cells in the order of the rows. Other groups, such as the gallery, have no peers."""
 
