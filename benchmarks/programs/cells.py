@@ -323,18 +323,17 @@ def functions() -> list[Cell]:
 
 def cpu() -> list[Cell]:
     """Decode steps and training of a size for a CPU, which runs the path in plain JAX."""
-    float32 = {"dtype": "float32"}
     return [
-        Cell("cpu", 8, 1, 4096, 8, 8, 64, 64, **float32, gradients=False),
+        Cell("cpu", 8, 1, 4096, 8, 8, 64, 64, dtype="float32", gradients=False),
         Cell("cpu", 8, 1, 4096, 8, 8, 64, 64, gradients=False),
         Cell("cpu", 8, 1, 4096, 32, 8, 128, 128, gradients=False),
-        _square("cpu", 1024, 16, 4, 64, **float32),
-        _square("cpu", 4, 512, 8, 64, **float32, causal=True),
-        _square("cpu", 1, 2048, 8, 64, **float32, causal=True),
-        _square("cpu", 1, 2048, 8, 64, **float32, causal=True, window=256),
+        _square("cpu", 1024, 16, 4, 64, dtype="float32"),
+        _square("cpu", 4, 512, 8, 64, dtype="float32", causal=True),
+        _square("cpu", 1, 2048, 8, 64, dtype="float32", causal=True),
+        _square("cpu", 1, 2048, 8, 64, dtype="float32", causal=True, window=256),
         _square("cpu", 2, 1024, 8, 64),
-        _square("cpu", 1, 2048, 8, 64, **float32, documents=8),
-        _square("cpu", 2, 512, 8, 64, **float32, bias=True),
+        _square("cpu", 1, 2048, 8, 64, dtype="float32", documents=8),
+        _square("cpu", 2, 512, 8, 64, dtype="float32", bias=True),
     ]
 
 
