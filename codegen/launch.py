@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-ROW_DIMS = "B T N"
-PACKED_ROW_DIMS = "1 query_tokens N"
-"""The dims of arrays with one number per row of scores, for padded and for packed sequences."""
+from .sizes import Sizes
 
 
 class BlockMask(NamedTuple):
@@ -32,13 +31,19 @@ class BlockMask(NamedTuple):
 class Grid(NamedTuple):
     """The grid of an entry point, in CTAs.
 
-    ``product`` is a product of named dims and tiles, ``"B*N*T/128"``, or a sum of products;
-    ffi/src/attributes/dims.h has the names. ``most_per_sm`` limits the CTAs that are launched for
-    each SM, if it is not 0.
+    ``ctas`` computes them from the sizes of a call. What depends on the device is left to the host
+    library (ffi/src/launch.cc): ``splits`` is ``"each"`` if every split of the keys or queries has
+    so many CTAs, and ``"some"`` if there are none without splits. ``most_per_sm`` limits the CTAs
+    that are launched for each SM, if it is not 0.
     """
 
-    product: str
+    ctas: Callable[[Sizes], int]
+    splits: Literal["", "each", "some"] = ""
     most_per_sm: int = 0
+
+    def times(self, count: int) -> Grid:
+        """``count`` CTAs for each of this grid."""
+        return self._replace(ctas=lambda sizes: count * self.ctas(sizes))
 
 
 class EntryPoint(NamedTuple):
@@ -80,12 +85,11 @@ MOST_DIMS = 6
 class CapturedArray(NamedTuple):
     """An array of a feature: ``ArrayView`` of ffi/include/memeff/params.h.
 
-    ``dims`` are named as in ffi/src/images/kernel_description.h, and ``alignment`` is in bytes.
-    A ``zeroed`` one is a result that is zero when the first kernel begins.
+    ``alignment`` is in bytes. A ``zeroed`` one is a result that is zero when the first kernel
+    begins.
     """
 
     name: str
-    dims: str
     alignment: int = 4
     zeroed: bool = False
 
@@ -104,8 +108,13 @@ class ParamsField(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Global memory that the kernels of a spec write besides their results."""
+    """Global memory that the kernels of a spec write besides their results.
+
+    A ``zeroed`` one is zero when the first kernel begins. The others hold any bits, and a kernel
+    zeroes what it adds to.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: Literal["float32", "int32"] = "float32"
+    zeroed: bool = False

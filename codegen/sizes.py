@@ -50,8 +50,17 @@ class Sizes:
     def _padded_rows(self, tokens: int | None, length: int, tile: int) -> int:
         """Rows of one head; layout/query_tiles.cuh lays out packed sequences."""
         if tokens is not None:
-            return (tokens // tile + self.batch) * tile
+            return (tokens // tile + self.batch) * tile if self.batch else 0
         return self.batch * round_up(length, tile)
+
+
+def ceil_div(size: int, tile: int) -> int:
+    """The number of tiles of ``tile`` elements that cover ``size``.
+
+    >>> ceil_div(65, 64), ceil_div(64, 64), ceil_div(0, 64)
+    (2, 1, 0)
+    """
+    return -(-size // tile)
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -60,4 +69,4 @@ def round_up(size: int, multiple: int) -> int:
     >>> round_up(65, 64), round_up(64, 64)
     (128, 64)
     """
-    return -(-size // multiple) * multiple
+    return ceil_div(size, multiple) * multiple

@@ -15,8 +15,6 @@ from jax_memeff.codegen.strategy import Strategy
 from . import features as registry
 from .features.feature import Constant, CppType, Feature
 from .launch import (
-    PACKED_ROW_DIMS,
-    ROW_DIMS,
     BlockMask,
     CapturedArray,
     EntryPoint,
@@ -165,10 +163,6 @@ class Kernel(abc.ABC):
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
         """The tensors that TMA copies, in the order of the maps."""
         return ()
-
-    def array_of(self, role: str) -> str:
-        """The role of the array in which the kernel finds an operand or writes a result."""
-        return role
 
     def defines(self, spec: KernelSpec) -> str:
         """Macros before the includes of the source."""
@@ -351,11 +345,6 @@ class KernelSpec:
         return tuple(
             field for feature in registry.FEATURES for field in feature.params_fields(self)
         )
-
-    @property
-    def row_dims(self) -> str:
-        """The dims of an array with one number per row of scores, such as the logsumexp."""
-        return PACKED_ROW_DIMS if self[registry.VARLEN] else ROW_DIMS
 
     @property
     def has_block_mask(self) -> bool:

@@ -25,7 +25,7 @@ QUERY_ROWS: tuple[QueryRows, ...] = ("16", "32", "64", "128", "256", "consumer_g
 
 MULTIPROCESSORS = 132
 """The number on an H100 and on an H200. A program is lowered before its device is known, so this is
-the default; the launcher limits what it launches to the device (ffi/src/launch/key_splits.cc)."""
+the default; the launcher limits what it launches to the device (ffi/src/splits.cc)."""
 
 MOST_SPLIT_BLOCKS = 512
 """The most CTAs with partial results: the largest GPUs then have a few for each SM."""
@@ -322,7 +322,7 @@ def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int, ordered: bool =
     They divide query heads as far as the number and the group have common divisors, and Q blocks.
     In packed sequences they divide heads alone, because a Q block may belong to any sequence. So
     they do if their additions to dq are ``ordered``, because each head has a sequence of its own.
-    The launcher takes fewer for Q blocks on a smaller device (ffi/src/launch/backward.cc).
+    The launcher takes fewer for Q blocks on a smaller device (ffi/src/splits.cc).
 
     >>> q_splits("none", Sizes(batch=1, queries=1024, keys=1024, heads=8, key_heads=8), 132)
     2

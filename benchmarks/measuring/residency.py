@@ -8,12 +8,11 @@ kernel uses. The clock, the tensor cores, L2 and DRAM remain those of the device
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 from typing import Any, cast
 
 import jax
 
-from jax_memeff._cuda.custom_call import description
+from jax_memeff._cuda.custom_call import attributes
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import gpu
 from jax_memeff.codegen.gpu import Gpu
@@ -48,12 +47,12 @@ class Residency:
         self._target = gpu.of(arch)
         self._device = gpu.of(archs.of_capability(*_capability()))
         self._entries: dict[str, tuple[EntryPoint, bytes]] = {}
-        describe = description.describe
+        of_kernel = attributes.of_kernel
 
-        def padded_describe(spec: KernelSpec, arch: str, buffers: Iterable[Any]) -> str:
-            return describe(cast(KernelSpec, _Padded(spec, self._pad)), arch, buffers)
+        def of_padded_kernel(spec: KernelSpec, *arguments: Any) -> dict[str, Any]:
+            return of_kernel(cast(KernelSpec, _Padded(spec, self._pad)), *arguments)
 
-        description.describe = padded_describe
+        attributes.of_kernel = of_padded_kernel
         compile_kernel = compiler.compile
 
         def compile_and_note(spec: KernelSpec, arch: str) -> compiler.Compiled:

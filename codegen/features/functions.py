@@ -12,7 +12,6 @@ from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 from jax_memeff.codegen.functions.regions import adds_along_diagonals, diagonal_reads
 from jax_memeff.codegen.functions.sums import (
     EXACT_BITS,
-    EXACT_WORDS,
     MOST_STRIPS,
     Sum,
     read_sums,
@@ -167,14 +166,13 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         own = spec[self]
         if own is None:
             return ()
-        literals = sum(program.literal_count for program in own.programs.values())
         return (
-            CapturedArray("function_literals", str(max(1, literals))),
-            CapturedArray("function_batch_index", "B"),
-            CapturedArray("function_head_index", "N"),
+            CapturedArray("function_literals"),
+            CapturedArray("function_batch_index"),
+            CapturedArray("function_head_index"),
             *_arrays("captured", () if own.score is None else own.score.arrays),
             *_mask_arrays(own),
-            *((CapturedArray("captured_scale", "1"),) if own.exact else ()),
+            *((CapturedArray("captured_scale"),) if own.exact else ()),
             *(_gradient(own, index) for index in own.gradients),
         )
 
@@ -290,28 +288,19 @@ def _is_precise(spec: KernelSpec) -> bool:
 
 def _arrays(role: str, types: Iterable[CapturedType]) -> Iterator[CapturedArray]:
     for index, array in enumerate(types):
-        dims = " ".join(["B~", *"*" * array.ndim])
-        yield CapturedArray(f"{role}{index}", dims, _ELEMENT_BYTES.get(array.dtype, 4))
+        yield CapturedArray(f"{role}{index}", _ELEMENT_BYTES.get(array.dtype, 4))
 
 
 def _gradient(functions: AskedFunctions, index: int) -> CapturedArray:
-    """The sums for a captured array: its own dims follow the batch dim."""
-    assert functions.score is not None
-    ndim = functions.score.arrays[index].ndim
-    dims = [f"captured{index}.{dim + 1}" for dim in range(ndim)]
-    if functions.exact:
-        dims[-1:] = [f"{dims[-1]}*{EXACT_WORDS}" if dims else str(EXACT_WORDS)]
-    alignment = 8 if functions.exact else 4
-    return CapturedArray(
-        f"captured{index}_gradient", " ".join(["B~", *dims]), alignment, zeroed=True
-    )
+    """The sums for a captured array: words of 64 bits if they are exact."""
+    return CapturedArray(f"captured{index}_gradient", 8 if functions.exact else 4, zeroed=True)
 
 
 def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:
     if functions.mask is not None:
         own = len(functions.mask.arrays) - len(functions.bounds)
         yield from _arrays("mask_captured", functions.mask.arrays[:own])
-        yield from (CapturedArray(name, "B") for name in functions.bounds)
+        yield from (CapturedArray(name) for name in functions.bounds)
 
 
 def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:

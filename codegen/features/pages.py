@@ -176,11 +176,8 @@ class Pages(Feature[AskedPages, CompiledPages]):
         pages = spec[self]
         if not pages.size:
             return ()
-        dims = {"heads": "1 1 K 1", "pages": f"1 key_tokens/{pages.size} K 1"}
-        return (
-            CapturedArray("page_table", f"B S/{pages.size}"),
-            *(CapturedArray(f"{name}_scale", dims[it]) for name, it in pages.scales.items()),
-        )
+        scales = (CapturedArray(f"{name}_scale") for name in pages.scales)
+        return CapturedArray("page_table"), *scales
 
     def tag(self, compiled: CompiledPages, kernel: Kernel) -> str:
         if not compiled.size:

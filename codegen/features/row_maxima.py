@@ -25,7 +25,7 @@ class RowMaxima(Flag):
         return super().constants(spec) if spec.direction == "forward" else {}
 
     def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
-        return (CapturedArray(self.name, spec.row_dims),) if spec[self] else ()
+        return (CapturedArray(self.name),) if spec[self] else ()
 
     def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
         if spec[self] and spec.kernel.splits_keys:

@@ -25,8 +25,8 @@ class Sinks(Flag):
         if not spec[self]:
             return ()
         if spec.direction == "forward":
-            return (CapturedArray("sinks", "B~ N"),)
-        return (CapturedArray("delta", spec.row_dims),)
+            return (CapturedArray("sinks"),)
+        return (CapturedArray("delta"),)
 
 
 SINKS = Sinks(

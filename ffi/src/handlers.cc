@@ -7,7 +7,7 @@
 //                the call into command buffers
 #include "handlers.h"
 
-#include "launch/launch.h"
+#include "launch.h"
 
 namespace memeff::host {
 namespace {
@@ -29,7 +29,7 @@ ffi::Error execute(CUstream stream, Call* call, ffi::Dictionary, ffi::RemainingA
                    ffi::RemainingRets results) {
   auto kernel = call->kernels.resolve();
   if (!kernel.has_value()) return kernel.error();
-  Buffers buffers(*call, *(*kernel)->description, arguments, results);
+  Buffers buffers(*call, *(*kernel)->kernel, arguments, results);
   if (ffi::Error error = buffers.check(); error.failure()) return error;
   return kLaunch(*call, **kernel, buffers, stream);
 }

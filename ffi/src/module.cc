@@ -1,6 +1,7 @@
 // The Python module jax_memeff._ffi: the handlers as capsules for jax.ffi.
 #include <pybind11/pybind11.h>
 
+#include "call.h"
 #include "handlers.h"
 
 namespace {
@@ -30,11 +31,16 @@ py::dict call_type() {
   return result;
 }
 
+int64_t checksum(std::string_view bytes) {
+  return static_cast<int64_t>(memeff::host::checksum(bytes));
+}
+
 }  // namespace
 
-// Both functions only read constants, so they need no GIL in a free-threaded interpreter.
+// The functions only read constants, so they need no GIL in a free-threaded interpreter.
 PYBIND11_MODULE(_ffi, module, py::mod_gil_not_used()) {
   module.doc() = "XLA FFI handlers of jax_memeff.";
   module.def("targets", &targets, "name -> {stage: capsule}, for jax.ffi.register_ffi_target");
+  module.def("checksum", &checksum, "of the bytes of a call's attributes and kernels, signed");
   module.def("call_type", &call_type, "for jax.ffi.register_ffi_type");
 }

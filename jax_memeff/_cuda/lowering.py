@@ -16,7 +16,7 @@ from jax_memeff._call import sinks
 from jax_memeff._call.operands.gradients import NeedsGrad, gradients_needed
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import exact_sums, functions, paged_calls, selection
-from jax_memeff._cuda.custom_call import attributes, buffers
+from jax_memeff._cuda.custom_call import buffers
 from jax_memeff._cuda.custom_call.buffers import ROW_STATISTICS, Buffer
 from jax_memeff._cuda.custom_call.call import custom_call
 
@@ -69,9 +69,10 @@ def _lower_forward(
         "forward",
         inputs,
         [*results, *buffers.of_workspaces(avals, options, specs)],
+        avals=avals,
+        options=options,
         specs=specs,
         aliased=aliased,
-        **attributes.of_scores(avals, options),
     )[: len(results)]
     if not options.row_maxima:
         return found
@@ -152,8 +153,9 @@ def _lower_kernels(
             *gradients,
             *buffers.of_workspaces(avals, options, specs),
         ],
+        avals=avals,
+        options=options,
         specs=specs,
-        **attributes.of_scores(avals, options),
     )[: len(gradients)]
 
     # XLA computes the gradient of the sinks from the delta that the kernels write.

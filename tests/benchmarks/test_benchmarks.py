@@ -14,8 +14,9 @@ import pytest
 from harness import BENCHMARKS, document, modules
 
 from jax_memeff.codegen import emit, select
-from jax_memeff.codegen.features import AskedBias
+from jax_memeff.codegen.features import NUMBERS, AskedBias
 from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.sizes import Sizes
 
 __all__ = ["document", "modules"]
 
@@ -177,19 +178,29 @@ def test_steps_and_their_calls(modules):
 
 def test_launches_are_padded_to_the_residency_of_another_gpu(modules, monkeypatch):
     residency = modules("measuring.residency")
-    for module, name in ((residency.description, "describe"), (residency.compiler, "compile")):
+    for module, name in ((residency.attributes, "of_kernel"), (residency.compiler, "compile")):
         monkeypatch.setattr(module, name, getattr(module, name))  # restored after the test
     monkeypatch.setattr(residency, "_capability", lambda: (9, 0))
     problem = Problem("backward", "bf16", 64, 64, "compute_86", {"bias": AskedBias("16")})
     spec = select.select(problem)
     entry = next(entry for entry in spec.entry_points if entry.name == spec.name)
-    before = residency.description.describe(spec, "compute_86", [])
+
+    def launched():
+        names = [box.name for box in (*spec.block_masks, *spec.captured_arrays)]
+        names += [field.value for field in spec.params_fields]
+        sizes = Sizes(batch=1, queries=64, keys=64, heads=1, key_heads=1)
+        of_kernel = residency.attributes.of_kernel
+        found = of_kernel(spec, "compute_86", b"", names, sizes, (0,) * len(NUMBERS))
+        names = found["entry_names"].split(",")
+        return tuple(found["entries"].reshape(-1, 8)[names.index(entry.name), :2])
+
+    before = launched()
     residency.Residency("compute_86")
-    after = residency.description.describe(spec, "compute_86", [])
-    assert f"entry {entry.name} {entry.threads} {entry.shared_bytes} " in before
+    after = launched()
+    assert before == (entry.threads, entry.shared_bytes)
     # One CTA on an SM of 100 KB, so more than half of the 228 KB of an SM of sm_90.
     assert 50 * 1024 < entry.shared_bytes < 100 * 1024
-    assert f"entry {entry.name} {entry.threads} {113 * 1024 + 1} " in after
+    assert after == (entry.threads, 113 * 1024 + 1)
     assert f"kSharedBytes == {entry.shared_bytes}" in emit.source(spec)
 
 

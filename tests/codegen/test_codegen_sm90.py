@@ -5,7 +5,7 @@ import itertools
 from typing import Any
 
 import pytest
-from problems import problem
+from problems import SIZES, ctas, key_tiles, problem, row_tiles
 
 from jax_memeff.codegen import emit, gpu, select, strategy, support
 from jax_memeff.codegen.features import BOOLEAN, SEGMENTS, AskedBias
@@ -15,8 +15,7 @@ from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 from jax_memeff.codegen.kernels.sm90.base import dbias_bytes_and_stages
 from jax_memeff.codegen.kernels.sm90.forward import FmhaFwdSm90
 from jax_memeff.codegen.kernels.sm90.two_kernel_backward import FmhaBwdTwoKernelSm90
-from jax_memeff.codegen.launch import Grid
-from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.sizes import Sizes, ceil_div
 from jax_memeff.codegen.strategy import Strategy
 
 pytestmark = pytest.mark.quick
@@ -51,11 +50,10 @@ def test_grids_have_the_tiles_that_tokens_of_packed_sequences_fill(arch, head_di
     ):
         asked = problem("backward", **packed, bias=bias, needs_grad=needs_grad)
         spec = select.select(asked)
-        source, grids = emit.source(spec), [entry.grid.product for entry in spec.entry_points]
-        assert (f"kTokenGrid = {str(counts_tokens).lower()};") in source
-        for rows, tokens in (("B*N*T", "N*all_queries"), ("B*K*S", "K*all_keys")):
-            assert any(tokens in grid for grid in grids) == counts_tokens
-            assert any(rows in grid for grid in grids) != counts_tokens
+        assert (f"kTokenGrid = {str(counts_tokens).lower()};") in emit.source(spec)
+        for tiles, tile in ((row_tiles, spec.tile.query), (key_tiles, spec.tile.key)):
+            assert any(grid % tiles(tile, packed=True) == 0 for grid in ctas(spec)) == counts_tokens
+            assert any(grid % tiles(tile) == 0 for grid in ctas(spec)) != counts_tokens
 
 
 def test_few_kv_blocks_use_split_q():
@@ -63,9 +61,9 @@ def test_few_kv_blocks_use_split_q():
     hopper: dict[str, Any] = {"arch": "sm_90a"}
     spec = select.select(problem("backward", **hopper), few)
     assert spec.split_q and "_splitq_" in spec.name
-    rows = Grid(f"B*N*T/{spec.tile.query}")
-    keys = Grid(f"B*K*S/{spec.tile.key}*q_splits")
-    assert [entry.grid for entry in spec.entry_points] == [rows, keys, rows]
+    rows, keys = row_tiles(spec.tile.query), key_tiles(spec.tile.key)
+    assert ctas(spec) == [rows, keys, rows]
+    assert [entry.grid.splits for entry in spec.entry_points] == ["", "each", ""]
     assert "static constexpr bool kSplitQ = true;" in emit.source(spec)
     assert not select.select(problem("backward", arch="sm_90a")).split_q
     (reason,) = support.spec_reasons(spec, problem("backward", arch="sm_90a"))
@@ -222,8 +220,10 @@ def test_hopper_has_a_dbias_kernel_for_broadcast_biases(head_dim, bias, pairs):
     assert dbias_bytes_and_stages(spec)[1] == pairs
     *_, recompute = spec.entry_points
     side = max(spec.tile.query, spec.tile.key)
-    squares = Grid(f"bias_gradient.0*bias_gradient.1*T/{side}*S/{side}", most_per_sm=1)
-    assert (recompute.grid, recompute.takes_maps) == (squares, True)
+    assert (recompute.grid.most_per_sm, recompute.takes_maps) == (1, True)
+    of_bias = dataclasses.replace(SIZES, bias_gradient=(3, 2))
+    squares = ceil_div(SIZES.queries, side) * ceil_div(SIZES.keys, side)
+    assert recompute.grid.ctas(of_bias) == 3 * 2 * squares
     assert recompute.shared_bytes <= gpu.SM90.shared_bytes(blocks=1)
 
 

@@ -1,22 +1,16 @@
 """Which Hopper kernels serve float32 and large head dims."""
 
 import pytest
-from problems import problem
+from problems import ctas, key_tiles, problem, row_tiles
 
 from jax_memeff.codegen import emit, select
-from jax_memeff.codegen.features import AskedBias
+from jax_memeff.codegen.features import VARLEN, AskedBias
 from jax_memeff.codegen.kernels.sm90.forward import Tile
 from jax_memeff.codegen.kernels.sm90.large_dim_backward import FmhaBwdLargeDimSm90
-from jax_memeff.codegen.launch import Grid
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.strategy import PLAIN, Strategy, choose
 
 pytestmark = pytest.mark.quick
-
-
-def rows_of(features):
-    """The rows of all query heads, in a grid."""
-    return "N*all_queries" if features.get("varlen") else "B*N*T"
 
 
 @pytest.mark.parametrize(
@@ -38,9 +32,9 @@ def test_float32_forwards_are_split_into_float16_parts_on_hopper(head_dim, featu
     halve, main = spec.entry_points
     assert (halve.name, main.name) == (f"{spec.name}_split", spec.name)
     query, key, _ = tile
-    operands = Grid(f"B*N*T_or_1/64+2*{key // 64}*B*K*S_or_1/{key}")
-    rows = Grid(f"{rows_of(features)}/{query}", most_per_sm=1)
-    assert (halve.grid, main.grid) == (operands, rows)
+    operands = row_tiles(64) + 2 * (key // 64) * key_tiles(key)
+    assert ctas(spec) == [operands, row_tiles(query, packed=spec[VARLEN])]
+    assert (halve.grid.most_per_sm, main.grid.most_per_sm) == (0, 1)
     source = emit.source(spec)
     assert "using Element = memeff::F16x3;" in source
     assert "ForwardMaps" not in source
@@ -158,10 +152,9 @@ def test_large_head_dims_on_hopper(dims, features, padded):
     assert spec.kernel.stem == "sm90/large_dim_forward"
     assert (spec.padded_head_dim, spec.padded_value_dim) == padded
     (main,) = spec.entry_points
-    tiles = f"{rows_of(features)}/64"
     # Above 576 columns two CTAs divide them.
-    expected = (Grid(f"2*{tiles}"), 2) if max(padded) > 576 else (Grid(tiles), 1)
-    assert (main.grid, main.cluster) == expected
+    assert main.cluster == (2 if max(padded) > 576 else 1)
+    assert ctas(spec) == [main.cluster * row_tiles(64, packed=spec[VARLEN])]
     # No kernel splits the keys of large head dims, so calls with few rows take the same one.
     assert select.select_all(asked) == [spec]
 
@@ -208,9 +201,9 @@ def test_hopper_backward_of_large_head_dims_has_clusters(dims, features, padded)
     kernel = spec.kernel
     assert isinstance(kernel, FmhaBwdLargeDimSm90)
     _, dq, dkdv = spec.entry_points
-    assert (dq.grid, dq.cluster) == (Grid(f"3*{rows_of(features)}/128"), 3)
-    keys = "K*all_keys" if features.get("varlen") else "B*K*S"
-    assert (dkdv.grid, dkdv.cluster) == (Grid(f"2*{keys}/64"), 2)
+    packed = spec[VARLEN]
+    assert ctas(spec)[1:] == [3 * row_tiles(128, packed), 2 * key_tiles(64, packed)]
+    assert (dq.cluster, dkdv.cluster) == (3, 2)
     scores, out = (dim // 64 for dim in padded)
     assert 2 * scores <= kernel.stages(spec, "queries")[0] <= 3 * scores
     assert out < kernel.stages(spec, "queries")[1]
@@ -226,12 +219,11 @@ def test_hopper_backward_of_large_head_dims_has_two_kernels():
         "_dq",
         "_dkdv",
     ]
-    rows, keys = Grid(f"B*N*T/{spec.tile.query}"), Grid(f"B*K*S/{spec.tile.key}")
-    assert [entry.grid for entry in spec.entry_points] == [rows, rows, keys]
+    rows, keys = row_tiles(spec.tile.query), key_tiles(spec.tile.key)
+    assert ctas(spec) == [rows, rows, keys]
     assert [entry.takes_maps for entry in spec.entry_points] == [False, True, True]
     for entry in spec.entry_points[1:]:
         assert f"::kSharedBytes == {entry.shared_bytes});" in source
     only_value = problem("backward", head_dim=256, arch="sm_90a", needs_grad={"value"})
     spec = select.select(only_value)
-    rows, keys = Grid(f"B*N*T/{spec.tile.query}"), Grid(f"B*K*S/{spec.tile.key}")
-    assert [entry.grid for entry in spec.entry_points] == [rows, keys]
+    assert ctas(spec) == [row_tiles(spec.tile.query), key_tiles(spec.tile.key)]

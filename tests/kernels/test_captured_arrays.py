@@ -15,14 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from emulator import build
 from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
-from jax_memeff._cuda.custom_call import description
+from jax_memeff._cuda.custom_call import attributes
 from jax_memeff._cuda.custom_call.buffers import Buffer
 from jax_memeff.codegen import emit
-from jax_memeff.codegen.features.pages import PAGES, CompiledPages
 from jax_memeff.codegen.launch import CapturedArray, EntryPoint, Grid
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.select import select
+from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
 
 B, T, N, H = 6, 5, 4, 8
@@ -54,51 +56,35 @@ extern "C" __global__ void toy(
 }
 EMULATOR_KERNEL(toy)
 """
-SINKS = CapturedArray("sinks", "B~ N", alignment=4)
-TOTALS = CapturedArray("totals", "B N", alignment=4, zeroed=True)
-
-
-class ToySpec(types.SimpleNamespace):
-    """A spec without features."""
-
-    def __getitem__(self, feature: Any) -> Any:
-        return CompiledPages() if feature is PAGES else False
+SINKS = CapturedArray("sinks")
+TOTALS = CapturedArray("totals", zeroed=True)
 
 
 def toy_spec() -> Any:
-    return ToySpec(
-        name="toy",
-        kernel=types.SimpleNamespace(array_of=lambda role: role),
-        direction="forward",
-        dtype="f32",
-        padded_head_dim=H,
-        padded_value_dim=H,
+    return types.SimpleNamespace(
+        kernel=types.SimpleNamespace(workspaces=lambda spec, sizes, multiprocessors: ()),
         tile=types.SimpleNamespace(query=T, key=T, blocks_per_sm=1),
         alignment=4,
-        pack_heads=False,
-        persistent=False,
-        entry_points=(EntryPoint("toy", 32, 0, Grid(f"B*N*T/{T}")),),
+        entry_points=(EntryPoint("toy", 32, 0, Grid(lambda sizes: sizes.batch * sizes.heads)),),
         tensor_maps=(),
         captured_arrays=(SINKS, TOTALS),
         params_fields=(),
     )
 
 
-def attributes(code: bytes, operands: list[Buffer], results: list[Buffer]) -> dict[str, Any]:
-    image = description.sealed_image(toy_spec(), "sm_80", code, [*operands, *results])
+def toy_attributes(code: bytes, operands: list[Buffer], results: list[Buffer]) -> dict[str, Any]:
+    sizes = Sizes(batch=B, queries=T, keys=T, heads=N, key_heads=N, head_dim=H, value_dim=H)
+    names = attributes.names_of([*operands, *results])
+    kernel = attributes.of_kernel(toy_spec(), "sm_80", code, names, sizes, ())
     found = {
-        "operands": description.names(operands, {"sinks": DIVISOR}),
-        "operand_types": description.types(operands),
-        "results": description.names(results, {}),
-        "result_types": description.types(results),
+        "direction": "forward",
+        **attributes.of_buffers(operands, results, {"sinks": DIVISOR}),
+        "sizes": np.array([B, T, T, N, N, H, H, 0, 0], np.int32),
         "scale": np.ones(4, np.float32),
-        "windows": np.full(4, 1 << 30, np.int32),
-        "numbers": np.zeros(2, np.int32),
-        "longest": np.zeros(2, np.int32),
+        "windows": np.full(4, attributes.UNBOUNDED, np.int32),
         "bias_alignment": np.int32(1),
-        "kernels": {"archs": "sm_80", "sm_80": image},
     }
-    return found | {"seal": description.seal("forward", found)}
+    return attributes.sealed(found, {"sm_80": kernel})
 
 
 def run_toy(sinks_dtype: str = "float32") -> Any:
@@ -119,15 +105,17 @@ def run_toy(sinks_dtype: str = "float32") -> Any:
     }
     operands = [Buffer(name, aval) for name, aval in named.items()]
     outs = [Buffer(name, aval) for name, aval in results.items()]
-    found = attributes(os.fsencode(library), operands, outs)
-    call = jax.ffi.ffi_call(
-        "jax_memeff_forward",
-        [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in results.values()],
-    )
+    found = toy_attributes(os.fsencode(library), operands, outs)
+    # ``jax.ffi.ffi_call`` takes no arrays in dictionaries of dictionaries.
+    toy = Primitive("toy")
+    toy.multiple_results = True
+    toy.def_abstract_eval(lambda *_: list(results.values()))
+    lowering = jax.ffi.ffi_lowering("jax_memeff_forward")
+    mlir.register_lowering(toy, lambda ctx, *arrays: lowering(ctx, *arrays, **found))
     values = [jnp.zeros(shape.shape)] * 3 + [jnp.arange(ELEMENTS * N, dtype="float32")]
     values[3] = values[3].reshape(ELEMENTS, N)
     try:
-        return np.asarray(call(*values, **found)[2])
+        return np.asarray(jax.jit(toy.bind)(*values)[2])
     except Exception as error:  # XLA's errors have several types and cannot be pickled
         return str(error)
 
@@ -154,5 +142,3 @@ def test_the_source_says_where_the_arrays_are(monkeypatch):
     assert "kSinksArray = 0;" in source and "kTotalsArray = 1;" in source
     assert "(const __grid_constant__ memeff::WithArrays<memeff::ForwardParams> params) {" in source
     assert "Array" not in plain
-    text = description.describe(spec, "sm_80", [])
-    assert "captured sinks 4 -\ncaptured totals 4 zeroed\n" in text

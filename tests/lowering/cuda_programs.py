@@ -44,9 +44,18 @@ def varlen_loss(*arrays: Any, longest=300, **features: Any):
 
 
 def names_of(call):
-    """The names of the operands, with divisors."""
+    """The names of the operands."""
     (names,) = re.findall(r'operands = "([^"]*)"', call)
     return names
+
+
+def divisors_of(call):
+    """The divisors that are not 1, by the names of operands and results."""
+    (results,) = re.findall(r'results = "([^"]*)"', call)
+    (numbers,) = re.findall(r"\barrays = dense<\[([^]]*)\]>", call)
+    divisors = map(int, numbers.split(", ")[3::4])
+    named = zip([*names_of(call).split(","), *results.split(",")], divisors, strict=True)
+    return {name: divisor for name, divisor in named if divisor != 1}
 
 
 def types_of(call):

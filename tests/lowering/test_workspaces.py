@@ -7,6 +7,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cuda_programs import (
     attention_calls,
@@ -32,7 +33,10 @@ def test_partial_results_of_few_queries(fake_compiler):
     assert 'results = "out,logsumexp,partial_logsumexp,partial_out"' in text
     assert "tensor<4x512xf32>" in text and "tensor<4x512x64xf32>" in text
     assert all(spec.pack_heads for spec, _ in fake_compiler)
-    assert "B*K*group_rows/16*splits" in text
+    (entries,) = re.findall(r"entries = dense<\[([^]]*)\]>", text)
+    main, combine = np.array(entries.split(", "), int).reshape(-1, 8)[:, 2:4].tolist()
+    assert main == [16 * 8, 1]  # CTAs of each split
+    assert combine == [16 * 32, 2]  # only with splits
     text = lower(loss, *shapes(B=64, T=1, S=8192, N=64, K=64))  # has enough CTAs without splits
     assert 'results = "out,logsumexp"' in text
     text = lower(loss, *shapes(B=2, T=1, S=64, N=4, K=4))  # one KV block cannot be split

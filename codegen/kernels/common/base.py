@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -10,7 +12,7 @@ from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType, Modified
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes, round_up
+from jax_memeff.codegen.sizes import Sizes, ceil_div, round_up
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, Kernel, KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
@@ -103,7 +105,7 @@ class Backward(Kernel):
         yield Workspace("row_statistics", (2 * sizes.padded_queries(spec.tile.query),))
         bias = spec[BIAS]
         if bias is not None and bias.gradient in ("common", "columns"):
-            yield Workspace("bias_gradient_sum", (self._bias_sums(spec, sizes),))
+            yield Workspace("bias_gradient_sum", (self._bias_sums(spec, sizes),), zeroed=True)
 
     def _bias_sums(self, spec: KernelSpec, sizes: Sizes) -> int:
         """The size of the sums of codegen/memeff/score/bias/gradient.cuh."""
@@ -126,27 +128,51 @@ def has_token_grid(spec: KernelSpec) -> bool:
 
 def query_tile_grid(spec: KernelSpec, rows: int | None = None) -> Grid:
     """A CTA for each tile of queries of a head, of ``rows`` rows or as large as the spec's."""
-    tiles = "N*all_queries" if has_token_grid(spec) else "B*N*T"
-    return Grid(f"{tiles}/{rows or spec.tile.query}")
+    tile, by_tokens = rows or spec.tile.query, has_token_grid(spec)
+    return Grid(lambda sizes: query_tiles(sizes, tile, by_tokens))
 
 
 def key_tile_grid(spec: KernelSpec) -> Grid:
     """A CTA for each KV block of a key head."""
-    tiles = "K*all_keys" if has_token_grid(spec) else "B*K*S"
-    return Grid(f"{tiles}/{spec.tile.key}")
+    return Grid(functools.partial(key_tiles, spec))
 
 
 def bias_tile_grid(spec: KernelSpec) -> Grid:
     """A CTA for each tile of scores of the bias's own batch indices and heads."""
-    tiles = f"bias_gradient.2/{spec.tile.query}*S/{spec.tile.key}"
-    return Grid(f"bias_gradient.0*bias_gradient.1*{tiles}")
+    return bias_grid(spec, spec.tile.query, spec.tile.key)
+
+
+def bias_grid(spec: KernelSpec, rows: int, columns: int) -> Grid:
+    """A CTA for each ``rows`` x ``columns`` scores of the bias's own batch indices and heads."""
+    one_row = bias_gradient(spec) == "columns"
+
+    def ctas(sizes: Sizes) -> int:
+        tiles = ceil_div(1 if one_row else sizes.queries, rows) * ceil_div(sizes.keys, columns)
+        return math.prod(sizes.bias_gradient) * tiles
+
+    return Grid(ctas)
+
+
+def query_tiles(sizes: Sizes, tile: int, by_tokens: bool = False) -> int:
+    """The tiles of the queries of all heads: with ``by_tokens`` those of all packed sequences
+    (layout/query_tiles.cuh), else those of as many sequences of the longest length.
+    """
+    if by_tokens:
+        return sizes.padded_queries(tile) // tile
+    return sizes.batch * sizes.heads * ceil_div(sizes.queries, tile)
+
+
+def packed_row_tiles(sizes: Sizes, tile: int) -> int:
+    """The tiles of query rows, if a tile holds rows of all query heads of a key head."""
+    rows = sizes.queries * sizes.heads // max(sizes.key_heads, 1)
+    return sizes.batch * sizes.key_heads * ceil_div(rows, tile)
 
 
 def key_tiles(spec: KernelSpec, sizes: Sizes) -> int:
     """The number of CTAs of :func:`key_tile_grid`."""
     if has_token_grid(spec):
         return sizes.padded_keys(spec.tile.key) // spec.tile.key
-    return sizes.batch * sizes.key_heads * -(-sizes.keys // spec.tile.key)
+    return sizes.batch * sizes.key_heads * ceil_div(sizes.keys, spec.tile.key)
 
 
 def ordering_words(ctas: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from jax_memeff.codegen import gpu, shared_memory, strategy
 from jax_memeff.codegen.features import FUNCTIONS, PAGES, VARLEN, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.kernels.common.base import stage
+from jax_memeff.codegen.kernels.common.base import packed_row_tiles, query_tiles, stage
 from jax_memeff.codegen.kernels.sm80.base import MmaKernel, MmaTables, MmaTile
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
@@ -274,7 +274,7 @@ TILES_FLOAT8: MmaTables = {
 
 
 COMBINE_THREADS = 128
-_COMBINE_GRID = Grid("B*N*T*combines", most_per_sm=8)
+_COMBINE_GRID = Grid(lambda sizes: query_tiles(sizes, 1), splits="some", most_per_sm=8)
 """The CTAs of the combine kernel loop over all rows."""
 
 
@@ -362,12 +362,13 @@ class FmhaFwdSplitSm80(MmaKernel):
         return ["split", *(["gqa"] if spec.pack_heads else [])]
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        rows = "K*group_rows" if spec.pack_heads else "N*T"
-        grid = Grid(f"B*{rows}/{spec.tile.query}*splits")
+        rows = spec.tile.query
+        tiles = packed_row_tiles if spec.pack_heads else query_tiles
+        grid = Grid(lambda sizes: tiles(sizes, rows), splits="each")
         class_name = "FmhaForwardCombine<Config>"
         combine_grid = _COMBINE_GRID
         if _groups_take_segments(spec):
-            combine_grid = combine_grid._replace(product="B*N*T")  # without splits, too
+            combine_grid = combine_grid._replace(splits="")  # without splits, too
         combine = stage(spec, "combine", class_name, COMBINE_THREADS, grid=combine_grid)
         return self.main(spec, grid, spec.block_mask("queries")), combine
 
@@ -384,7 +385,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
         """The f32 logsumexps and outputs of each part of the keys. The launcher
-        (ffi/src/launch/key_splits.cc) chooses the number of parts for the device; this is the
+        (ffi/src/splits.cc) chooses the number of parts for the device; this is the
         largest number that the program has room for.
         """
         tile_heads = sizes.key_heads if spec.pack_heads else sizes.heads

@@ -24,7 +24,7 @@ from jax_memeff.codegen.kernels.common.base import (
     tile_columns,
 )
 from jax_memeff.codegen.kernels.sm90.base import WARPGROUP_ROWS, WgmmaBackward, WgmmaTile
-from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
+from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec, Row
@@ -341,7 +341,7 @@ class FmhaBwdSm90(WgmmaBackward):
         if self._is_persistent(spec):
             grid = grid._replace(most_per_sm=1)
         if spec.split_q:
-            grid = Grid(f"{grid.product}*q_splits")
+            grid = grid._replace(splits="each")
         tiles = ", memeff::BackwardTilesSm90<Config>"
         return summing_entry_points(
             spec,

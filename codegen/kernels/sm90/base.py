@@ -16,6 +16,7 @@ from jax_memeff.codegen.kernels.common.base import (
     Backward,
     Entries,
     Masks,
+    bias_grid,
     panel_columns,
     query_tile_grid,
     stage,
@@ -272,8 +273,7 @@ class WgmmaBackward(Backward, WgmmaKernel):
         """The dbias kernel: squares of scores, from parts of the operands."""
         side = max(spec.tile.query, spec.tile.key)
         shared_bytes, _ = dbias_bytes_and_stages(spec)
-        squares = f"bias_gradient.0*bias_gradient.1*T/{side}*S/{side}"
-        grid = Grid(squares, most_per_sm=1)
+        grid = bias_grid(spec, side, side)._replace(most_per_sm=1)
         return stage(
             spec,
             "dbias",

@@ -11,7 +11,13 @@ from typing import ClassVar
 
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.kernels.common.base import Backward, key_tile_grid, modifiers, stage
+from jax_memeff.codegen.kernels.common.base import (
+    Backward,
+    key_tile_grid,
+    modifiers,
+    query_tiles,
+    stage,
+)
 from jax_memeff.codegen.kernels.sm90.base import (
     SPLIT_THREADS,
     WARPGROUP_ROWS,
@@ -21,6 +27,7 @@ from jax_memeff.codegen.kernels.sm90.base import (
     wgmma_tile,
 )
 from jax_memeff.codegen.launch import EntryPoint, Grid
+from jax_memeff.codegen.sizes import Sizes, ceil_div
 from jax_memeff.codegen.spec import KernelSpec
 
 _PROBABILITY_BUFFERS = 2
@@ -124,7 +131,13 @@ class FmhaBwdF16x3Sm90(F16x3Kernel, Backward, WgmmaKernel):
 
         # A CTA splits this many rows of one array.
         rows = WARPGROUP_ROWS
-        grid = Grid(f"2*B*N*T_or_1/{rows}+2*B*K*S_or_1/{rows}")
+
+        def parts(sizes: Sizes) -> int:
+            lengths = sizes.with_rows()
+            heads = lengths.key_heads * ceil_div(lengths.keys, rows)
+            return 2 * (query_tiles(lengths, rows) + lengths.batch * heads)
+
+        grid = Grid(parts)
         entries = [
             own("split", "Split", SPLIT_THREADS, grid=grid),
             own("preprocess", "Preprocess", spec.computing_threads),

@@ -8,11 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.kernels.common.base import EVERY_MODIFIER, PROBABILITY_MODIFIERS, stage
+from jax_memeff.codegen.kernels.common.base import (
+    EVERY_MODIFIER,
+    PROBABILITY_MODIFIERS,
+    query_tiles,
+    stage,
+)
 from jax_memeff.codegen.kernels.sm90.base import SPLIT_THREADS, WARPGROUP_ROWS, F16x3Kernel
 from jax_memeff.codegen.kernels.sm90.forward import FmhaFwdSm90, Tile
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap
-from jax_memeff.codegen.sizes import round_up
+from jax_memeff.codegen.sizes import Sizes, ceil_div, round_up
 from jax_memeff.codegen.spec import KernelSpec
 
 _SWIZZLE_BYTES = 1024
@@ -97,7 +102,13 @@ class FmhaFwdF16x3Sm90(F16x3Kernel, FmhaFwdSm90):
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         # A CTA splits this many rows of query, key or value into parts. It divides every tile.
         rows, key = WARPGROUP_ROWS, spec.tile.key
-        grid = Grid(f"B*N*T_or_1/{rows}+2*{key // rows}*B*K*S_or_1/{key}")
+
+        def parts(sizes: Sizes) -> int:
+            lengths = sizes.with_rows()
+            heads = lengths.key_heads * ceil_div(lengths.keys, key)
+            return query_tiles(lengths, rows) + 2 * (key // rows) * lengths.batch * heads
+
+        grid = Grid(parts)
         split = stage(spec, "split", "FmhaForwardF16x3Split<Config>", SPLIT_THREADS, grid=grid)
         return (split, *super().entry_points(spec))
 

@@ -176,7 +176,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
                 f"{self.class_name}{suffix.capitalize()}<Config>",
                 spec.threads,
                 self.cluster_bytes(spec, owner),
-                Grid(f"{ctas}*{grid.product}"),
+                grid.times(ctas),
                 takes_maps=True,
             )
             return entry._replace(cluster=ctas)

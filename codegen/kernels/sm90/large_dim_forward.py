@@ -17,7 +17,7 @@ from jax_memeff.codegen.kernels.common.base import (
     query_tile_grid,
 )
 from jax_memeff.codegen.kernels.sm90.base import WARPGROUP_ROWS, WgmmaKernel, WgmmaTile
-from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
+from jax_memeff.codegen.launch import EntryPoint, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec, Row
@@ -110,7 +110,7 @@ class FmhaFwdLargeDimSm90(WgmmaKernel):
         ctas, grid = _tile(spec).column_ctas, query_tile_grid(spec)
         if ctas == 1:
             return (self.main(spec, grid),)
-        return (self.main(spec, Grid(f"{ctas}*{grid.product}"))._replace(cluster=ctas),)
+        return (self.main(spec, grid.times(ctas))._replace(cluster=ctas),)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         tile = _tile(spec)

@@ -11,11 +11,11 @@ from jax_memeff.codegen import shared_memory, strategy
 from jax_memeff.codegen.features import PAGES, AskedPages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import SCALES, key_box_rows
-from jax_memeff.codegen.kernels.common.base import panel_columns, stage
+from jax_memeff.codegen.kernels.common.base import packed_row_tiles, panel_columns, stage
 from jax_memeff.codegen.kernels.sm90.base import WgmmaKernel, WgmmaTile
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes, round_up
+from jax_memeff.codegen.sizes import Sizes, ceil_div, round_up
 from jax_memeff.codegen.spec import KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
@@ -128,9 +128,6 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     def consumers(self, spec: KernelSpec) -> int:
         return _CONSUMERS
 
-    def array_of(self, role: str) -> str:
-        return "key" if role == "value" else role
-
     def reads_block_mask(self, spec: KernelSpec) -> bool:
         return False
 
@@ -164,10 +161,15 @@ class FmhaFwdLatentSm90(WgmmaKernel):
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         tile = spec.tile
-        clusters = f"B*K*group_rows/{_CLUSTER * tile.query}*S/{tile.key}"
-        grid = Grid(f"{_CLUSTER}*{clusters}", most_per_sm=1)
-        blocks = f"{tile.query // _COMBINE_ROWS}*B*K*group_rows/{tile.query}"
-        combine_grid = Grid(blocks, most_per_sm=_COMBINE_BLOCKS_PER_SM)
+
+        def clusters(sizes: Sizes) -> int:
+            return packed_row_tiles(sizes, _CLUSTER * tile.query) * ceil_div(sizes.keys, tile.key)
+
+        grid = Grid(clusters, most_per_sm=1).times(_CLUSTER)
+        rows = Grid(
+            lambda sizes: packed_row_tiles(sizes, tile.query), most_per_sm=_COMBINE_BLOCKS_PER_SM
+        )
+        combine_grid = rows.times(tile.query // _COMBINE_ROWS)
         threads = spec.padded_value_dim // 4
         class_name = "FmhaForwardLatentCombine<Config>"
         combine = stage(spec, "combine", class_name, threads, grid=combine_grid)

@@ -15,7 +15,7 @@ from jax_memeff._blockwise import derivatives as blockwise
 from jax_memeff._call.operands.gradients import named_arrays, needs_grad_of
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import selection
-from jax_memeff._cuda.custom_call import attributes, buffers
+from jax_memeff._cuda.custom_call import buffers
 from jax_memeff._cuda.custom_call.buffers import ROW_STATISTICS, Buffer
 from jax_memeff._cuda.custom_call.call import custom_call
 from jax_memeff.codegen.spec import KernelSpec
@@ -56,8 +56,9 @@ def lower_tangent(ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, option
         "tangent",
         inputs,
         [*results, *buffers.of_workspaces(avals, options, specs)],
+        avals=avals,
+        options=options,
         specs=specs,
-        **attributes.of_scores(avals, options),
     )
     return found[: len(results)]
 

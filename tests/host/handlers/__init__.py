@@ -12,7 +12,6 @@ import fcntl
 import functools
 import hashlib
 import os
-import re
 import struct
 import subprocess
 import sys
@@ -25,7 +24,6 @@ import jax
 import numpy as np
 
 from jax_memeff import config
-from jax_memeff._cuda.custom_call import description
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[2]
@@ -57,36 +55,6 @@ class Call:
     operands: list[tuple[str, tuple[int, ...]]]
     """dtype and sizes"""
     results: list[tuple[str, tuple[int, ...]]]
-
-    def seal(self) -> None:
-        """Recomputes the digest, as for a forged program."""
-        direction: Any = self.target.removeprefix("jax_memeff_")
-        self.attributes["seal"] = description.seal(direction, self.attributes)
-
-    def announce(self) -> None:
-        """Writes the types of the buffers into the attributes."""
-
-        class Aval:
-            def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
-                self.dtype, self.shape = np.dtype(dtype), shape
-
-        for kind, buffers in (("operand", self.operands), ("result", self.results)):
-            avals = [description.Buffer("", Aval(*buffer)) for buffer in buffers]
-            self.attributes[f"{kind}_types"] = description.types(avals)
-
-    def redescribe(self, pattern: str, new: str, arch: str = "") -> None:
-        """Replaces the only match in the description of a kernel and adapts header and digest."""
-        images = self.attributes["kernels"]
-        arch = arch or images["archs"]
-        image = images[arch]
-        version, text_bytes, code_bytes = struct.unpack_from("<3Q", image, 8)
-        text = image[32 : 32 + text_bytes].decode()
-        text, count = re.subn(pattern, new, text, flags=re.MULTILINE)
-        assert count == 1, text
-        text = text.encode()
-        code = image[32 + text_bytes :][:code_bytes]
-        changed = image[:8] + struct.pack("<3Q", version, len(text), code_bytes) + text + code
-        images[arch] = changed + hashlib.sha256(changed).digest()
 
 
 def compile_nothing(monkeypatch: Any) -> None:
@@ -144,15 +112,6 @@ def fuzz(calls: Sequence[Call], count: int, seed: int) -> str:
     return _with_file(calls, "fuzz", str(count), str(seed)).decode()
 
 
-def sha256(data: bytes) -> str:
-    """The digest that the host library computes."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(data)
-        file.flush()
-        command = [str(_executable()), "sha256", file.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def _with_file(calls: Sequence[Call], command: str, *arguments: str) -> bytes:
     with tempfile.NamedTemporaryFile() as file:
         file.write(struct.pack("<I", len(calls)) + b"".join(map(_call, calls)))
@@ -188,7 +147,8 @@ def _attribute(value: Any) -> bytes:
     if isinstance(value, (str, bytes)):
         return b"s" + _text(value)
     value = np.asarray(value)
-    kind = b"F" if value.dtype == np.float32 else b"I" if value.ndim else b"i"
+    kind = {"float32": b"f", "int32": b"i", "int64": b"l"}[value.dtype.name]
+    kind = kind.upper() if value.ndim else kind
     return kind + struct.pack("<I", value.size) + value.tobytes()
 
 
@@ -232,12 +192,9 @@ def _build(executable: Path, sources: Sequence[Path]) -> None:
         def run(*words: str) -> None:
             subprocess.run(["g++", *_OPTIONS, *words], cwd=work, check=True)
 
-        # XLA's header takes longer than the rest of a file that includes it, so a unit is a folder
-        # or more. The files of attributes/ have constants with the same names as other files.
-        units: dict[str, list[Path]] = {}
-        for source in sources:
-            alone = source.parent.name in ("attributes", _HERE.name)
-            units.setdefault(source.parent.name if alone else "src", []).append(source)
+        # XLA's header takes longer than the rest of a file that includes it.
+        units = {"own": [it for it in sources if it.parent == _HERE]}
+        units["host"] = [it for it in sources if it.parent != _HERE]
 
         def compile(name: str) -> str:
             text = "".join(f'#include "{source}"\n' for source in units[name])

@@ -6,8 +6,6 @@
 #include <fstream>
 #include <iterator>
 
-#include "launch/call.h"
-
 namespace handlers {
 namespace {
 
@@ -72,6 +70,10 @@ class File {
       case Kind::kInts:
         attribute.ints = numbers<int32_t>();
         break;
+      case Kind::kLong:
+      case Kind::kLongs:
+        attribute.longs = numbers<int64_t>();
+        break;
       case Kind::kFloats:
         attribute.floats = numbers<float>();
         break;
@@ -99,6 +101,21 @@ std::vector<Case> read_cases(const char* path) {
   return cases;
 }
 
+void Frame::add_scalar(XLA_FFI_DataType dtype, const void* value) {
+  types_.push_back(XLA_FFI_AttrType_SCALAR);
+  scalars_.push_back(
+      std::make_unique<XLA_FFI_Scalar>(XLA_FFI_Scalar{dtype, const_cast<void*>(value)}));
+  values_.push_back(scalars_.back().get());
+}
+
+template <class T>
+void Frame::add_array(XLA_FFI_DataType dtype, const std::vector<T>& values) {
+  types_.push_back(XLA_FFI_AttrType_ARRAY);
+  arrays_.push_back(std::make_unique<XLA_FFI_Array>(
+      XLA_FFI_Array{dtype, values.size(), const_cast<T*>(values.data())}));
+  values_.push_back(arrays_.back().get());
+}
+
 Frame::Frame(const Attributes& attributes) {
   for (auto const& [name, attribute] : attributes) {
     names_.push_back({name.data(), name.size()});
@@ -110,24 +127,19 @@ Frame::Frame(const Attributes& attributes) {
         values_.push_back(texts_.back().get());
         break;
       case Kind::kInt:
-        types_.push_back(XLA_FFI_AttrType_SCALAR);
-        scalars_.push_back(std::make_unique<XLA_FFI_Scalar>(
-            XLA_FFI_Scalar{XLA_FFI_DataType_S32, const_cast<int32_t*>(attribute.ints.data())}));
-        values_.push_back(scalars_.back().get());
+        add_scalar(XLA_FFI_DataType_S32, attribute.ints.data());
+        break;
+      case Kind::kLong:
+        add_scalar(XLA_FFI_DataType_S64, attribute.longs.data());
         break;
       case Kind::kInts:
-        types_.push_back(XLA_FFI_AttrType_ARRAY);
-        arrays_.push_back(std::make_unique<XLA_FFI_Array>(
-            XLA_FFI_Array{XLA_FFI_DataType_S32, attribute.ints.size(),
-                          const_cast<int32_t*>(attribute.ints.data())}));
-        values_.push_back(arrays_.back().get());
+        add_array(XLA_FFI_DataType_S32, attribute.ints);
+        break;
+      case Kind::kLongs:
+        add_array(XLA_FFI_DataType_S64, attribute.longs);
         break;
       case Kind::kFloats:
-        types_.push_back(XLA_FFI_AttrType_ARRAY);
-        arrays_.push_back(std::make_unique<XLA_FFI_Array>(
-            XLA_FFI_Array{XLA_FFI_DataType_F32, attribute.floats.size(),
-                          const_cast<float*>(attribute.floats.data())}));
-        values_.push_back(arrays_.back().get());
+        add_array(XLA_FFI_DataType_F32, attribute.floats);
         break;
       case Kind::kDict:
         types_.push_back(XLA_FFI_AttrType_DICTIONARY);
@@ -145,13 +157,6 @@ memeff::host::Direction direction_of(const std::string& target) {
   using memeff::host::Direction;
   if (target == "jax_memeff_forward") return Direction::kForward;
   return target == "jax_memeff_backward" ? Direction::kBackward : Direction::kTangent;
-}
-
-void seal(Case* call) {
-  Frame frame(call->attributes);
-  auto const digest =
-      memeff::host::seal_of(direction_of(call->target), xla::ffi::Dictionary(frame.get()));
-  if (digest.has_value()) call->attributes["seal"].text = *digest;
 }
 
 }  // namespace handlers

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "images/kernel_description.h"
+#include "call.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace handlers {
@@ -19,6 +19,8 @@ enum class Kind : unsigned char {
   kText = 's',
   kInt = 'i',
   kInts = 'I',
+  kLong = 'l',
+  kLongs = 'L',
   kFloats = 'F',
   kDict = 'd'
 };
@@ -27,6 +29,7 @@ struct Attribute {
   Kind kind = Kind::kText;
   std::string text;
   std::vector<int32_t> ints;
+  std::vector<int64_t> longs;
   std::vector<float> floats;
   Attributes dict;
 };
@@ -53,6 +56,10 @@ class Frame {
   XLA_FFI_Attrs* get() { return &attrs_; }
 
  private:
+  void add_scalar(XLA_FFI_DataType dtype, const void* value);
+  template <class T>
+  void add_array(XLA_FFI_DataType dtype, const std::vector<T>& values);
+
   XLA_FFI_Attrs attrs_;
   std::vector<XLA_FFI_AttrType> types_;
   std::vector<XLA_FFI_ByteSpan> names_;
@@ -64,9 +71,6 @@ class Frame {
   std::vector<std::unique_ptr<Frame>> dicts_;
 };
 
-// Recomputes the digest of the attributes, as anybody who forges a program can.
-void seal(Case* call);
-
 // Instantiates, initializes and executes the call. Returns the message of the first error, or "".
 std::string run(const Case& call);
 
@@ -74,8 +78,7 @@ std::string run(const Case& call);
 memeff::host::Direction direction_of(const std::string& target);
 
 // Sets up the driver of driver.cc.
-void set_device(int capability, int element_bytes, memeff::host::Direction direction,
-                bool touches_arrays);
+void set_device(int capability, int element_bytes, memeff::host::Direction direction);
 // The number of blocks launched since the last call of this function.
 long long take_launched_blocks();
 

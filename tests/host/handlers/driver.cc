@@ -1,7 +1,7 @@
-// A driver that replaces images/driver.cc. Its kernel touches the first and last element of every
+// A driver that replaces ffi/src/driver.cc. Its kernel touches the first and last element of every
 // array of the call except workspaces, at the addresses in the parameters. An access outside of a
 // buffer ends the process.
-#include "images/driver.h"
+#include "driver.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -18,7 +18,6 @@ struct Device {
   int capability = 80;
   int element_bytes = 2;
   memeff::host::Direction direction = memeff::host::Direction::kForward;
-  bool touches_arrays = true;
 };
 
 Device device;
@@ -137,7 +136,6 @@ CUresult launch(const CUlaunchConfig* config, CUfunction, void** parameters, voi
   require(config->blockDimX > 0 && config->blockDimX <= 1024, "too many threads");
   require(config->sharedMemBytes <= 1 << 20, "too much shared memory");
   launched_blocks += config->gridDimX;
-  if (!device.touches_arrays) return CUDA_SUCCESS;
   switch (device.direction) {
     case memeff::host::Direction::kForward:
       touch_common(*static_cast<memeff::ForwardParams const*>(parameters[0]));
@@ -193,9 +191,8 @@ memeff::host::Driver make_driver() {
 
 }  // namespace
 
-void set_device(int capability, int element_bytes, memeff::host::Direction direction,
-                bool touches_arrays) {
-  device = {capability, element_bytes, direction, touches_arrays};
+void set_device(int capability, int element_bytes, memeff::host::Direction direction) {
+  device = {capability, element_bytes, direction};
 }
 
 long long take_launched_blocks() { return std::exchange(launched_blocks, 0); }

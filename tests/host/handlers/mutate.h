@@ -1,4 +1,4 @@
-// Random changes of a call, like those in an edited or forged program file.
+// Random changes of a call, like those in a damaged or edited program file.
 #pragma once
 
 #include <random>
@@ -7,8 +7,7 @@
 
 namespace handlers {
 
-// Makes one to four changes; sets `changed_image` if one of them changes an image. Some calls get
-// new digests, and some get buffers of the types that they then announce.
-Case mutate(Case call, std::mt19937_64& random, bool* changed_image);
+// Makes up to three changes of attributes and buffers. Nothing adapts the checksum.
+Case mutate(Case call, std::mt19937_64& random);
 
 }  // namespace handlers

@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include "launch/call.h"
+#include "call.h"
 
 namespace memeff::host {
 
@@ -14,23 +14,27 @@ namespace memeff::host {
 // allocate, except for an error.
 class Buffers {
  public:
-  Buffers(const Call& call, const KernelDescription& kernel,
-          const xla::ffi::RemainingArgs& arguments, const xla::ffi::RemainingRets& results)
+  Buffers(const Call& call, const Kernel& kernel, const xla::ffi::RemainingArgs& arguments,
+          const xla::ffi::RemainingRets& results)
       : call_(call), alignment_(kernel.alignment), arguments_(arguments), results_(results) {}
 
   // Checks that XLA passes the buffers that the attributes announce, by number, dtype and sizes.
-  // Hazard: call it first, because only the sizes in the attributes were checked against the
-  // kernel.
+  // Hazard: call it first, because all other numbers were computed for those.
   xla::ffi::Error check() const;
 
   bool has(std::string_view name) const { return call_.find(name) != nullptr; }
 
   // The start of an array, or null if the call has no array of this name.
   void* data(std::string_view name);
+  template <class T>
+  T* start(std::string_view name) {
+    return static_cast<T*>(data(name));
+  }
 
   // A row-major [batch, sequence, head, dim] array. Its start must have the alignment that the
   // kernel was compiled for.
   TensorView tensor(std::string_view name);
+  TensorView tensor(const Array* array);
 
   // A row-major array that broadcasts to the scores and must start at a multiple of `alignment`
   // bytes; null if the call has no array of this name.
@@ -39,17 +43,18 @@ class Buffers {
   // An array of a feature.
   ArrayView captured(const CapturedArray& captured);
 
+  // The array at a place among those of the call; null for -1.
+  const Array* at(int place) const;
+  void* data(const Array& array);
+
   // The type of an array, without the dim of slots; null if the call has no array of this name.
   const ArrayType* type(std::string_view name) const;
-
-  size_t bytes(std::string_view name) const;
 
   const xla::ffi::Error& error() const { return error_; }
 
  private:
   std::optional<xla::ffi::AnyBuffer> operand(size_t position) const;
   std::optional<xla::ffi::AnyBuffer> result(size_t position) const;
-  void* data(const Array& array);
   bool has_rank_4(const Array& array);
   void fail(const std::string& message);
   void require_alignment(const Array& array, const void* data, int alignment);

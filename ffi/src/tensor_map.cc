@@ -1,16 +1,16 @@
-#include "launch/tensor_map.h"
+#include "tensor_map.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "attributes/text.h"
+#include "errors.h"
 
 namespace memeff::host {
 namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int kElementBytes = 2;  // KernelDescription::parse() checks it
+constexpr int kElementBytes = 2;  // only kernels of 16-bit elements use TMA
 
 static_assert(sizeof(CUtensorMap) == sizeof(TensorMap));
 static_assert(alignof(CUtensorMap) <= alignof(TensorMap));
@@ -40,8 +40,8 @@ MappedArray map_scores(void* data, ArrayType const& type) {
 
 // Encodes one map. The rows of a box are as wide as the swizzle of its tile in shared memory
 // (core/shared_tile.cuh). Elements beyond the array read as zero and are not written.
-ffi::Error encode(const Driver& driver, const MapBox& box, MappedArray const& array,
-                  TensorMap* encoded) {
+ffi::Error encode(const Driver& driver, const MapBox& box, const Array& source,
+                  MappedArray const& array, TensorMap* encoded) {
   cuuint64_t sizes[4];
   cuuint64_t strides[3];
   std::copy_n(array.sizes, 4, sizes);
@@ -57,8 +57,8 @@ ffi::Error encode(const Driver& driver, const MapBox& box, MappedArray const& ar
       CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    return failure(ffi::ErrorCode::kInternal, "the driver refused the tensor map of " + box.name +
-                                                  ": " + describe(driver, result));
+    return failure(ffi::ErrorCode::kInternal, "the driver refused the tensor map of " +
+                                                  source.name + ": " + describe(driver, result));
   }
   std::memcpy(encoded, &map, sizeof(map));
   return ffi::Error::Success();
@@ -68,14 +68,15 @@ ffi::Error encode(const Driver& driver, const MapBox& box, MappedArray const& ar
 
 ffi::Error encode_maps(const DeviceKernel& kernel, Buffers& buffers, MapTable* maps) {
   TensorMap* map = maps->maps;
-  for (const MapBox& box : kernel.description->maps) {
+  for (const MapBox& box : kernel.kernel->maps) {
     TensorMap* const encoded = map++;
-    const ArrayType* const type = buffers.type(box.name);
-    if (type == nullptr) continue;
-    MappedArray const array = box.row_dim == 1 ? map_tensor(buffers.tensor(box.name), *type)
-                                               : map_scores(buffers.data(box.name), *type);
+    const Array* const source = buffers.at(box.array);
+    if (source == nullptr) continue;
+    MappedArray const array = box.is_scores ? map_scores(buffers.data(*source), source->type)
+                                            : map_tensor(buffers.tensor(source), source->type);
     if (buffers.error().failure()) return buffers.error();
-    if (auto error = encode(*kernel.driver, box, array, encoded); error.failure()) return error;
+    ffi::Error error = encode(*kernel.driver, box, *source, array, encoded);
+    if (error.failure()) return error;
   }
   return ffi::Error::Success();
 }

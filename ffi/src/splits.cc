@@ -1,8 +1,9 @@
-// Chooses the number of splits of the keys of a forward on this device.
+// How many CTAs divide the keys of a forward, or share a KV block of a backward, on this device.
 #include <algorithm>
 #include <climits>
+#include <numeric>
 
-#include "launch/launch.h"
+#include "launch.h"
 
 namespace memeff::host {
 namespace {
@@ -22,7 +23,7 @@ constexpr double kSharesAtEnd = 2.5;
 constexpr long long kMostRounds = 4;
 
 long long resident_blocks(const DeviceKernel& kernel) {
-  return (long long)kernel.multiprocessors * kernel.description->blocks_per_sm;
+  return (long long)kernel.multiprocessors * kernel.kernel->blocks_per_sm;
 }
 
 // From this many rows on, the products of a key tile take as long as its keys.
@@ -30,9 +31,9 @@ constexpr int kManyRows = 64;
 
 // Whether the products bound the time: several large tiles of rows read the same keys, most of them
 // from L2. Otherwise the memory does, and the blocks of the whole device share it.
-bool bound_by_products(const KernelDescription& description, long long blocks) {
-  long long const key_heads = (long long)description.shape.batch * description.shape.key_heads;
-  return description.tile_query >= kManyRows && blocks > key_heads;
+bool bound_by_products(const ProblemShape& shape, const DeviceKernel& kernel, long long blocks) {
+  long long const key_heads = (long long)shape.batch * shape.key_heads;
+  return kernel.kernel->tile_query >= kManyRows && blocks > key_heads;
 }
 
 // The time of the last round, which has `blocks` blocks of `key_tiles` KV blocks each. If the
@@ -60,10 +61,9 @@ double time_of(long long blocks, double key_tiles, bool by_products, const Devic
 
 // The number of splits, at most `most`, with which `blocks` blocks of `key_tiles` KV blocks each
 // finish first.
-long long fastest_splits(long long blocks, long long key_tiles, long long most,
+long long fastest_splits(long long blocks, long long key_tiles, long long most, bool by_products,
                          const DeviceKernel& kernel) {
   long long best = 1;
-  bool const by_products = bound_by_products(*kernel.description, blocks);
   double least = time_of(blocks, key_tiles, by_products, kernel);
   long long const useful = std::max(kMostRounds, resident_blocks(kernel) / std::max(blocks, 1ll));
   for (long long splits = 2; splits <= std::min(most, useful); ++splits) {
@@ -77,17 +77,47 @@ long long fastest_splits(long long blocks, long long key_tiles, long long most,
   return best;
 }
 
+// The most CTAs for each SM that divide Q blocks: as many as codegen/strategy.py asks for. Under a
+// causal mask the first KV block has twice the mean work.
+int most_ctas_per_sm(MaskParams const& mask) {
+  bool const is_left_bounded = std::min(mask.top_left_left, mask.bottom_right_left) < kUnbounded;
+  bool const is_right_bounded = std::min(mask.top_left_right, mask.bottom_right_right) < kUnbounded;
+  return is_right_bounded && !is_left_bounded ? 2 : 1;
+}
+
 }  // namespace
 
-long long choose_splits(const DeviceKernel& kernel, Buffers& buffers) {
+long long choose_splits(const Call& call, const DeviceKernel& kernel, Buffers& buffers) {
   const ArrayType* const partial_out = buffers.type("partial_out");
   if (partial_out == nullptr || partial_out->rank == 0) return 1;
-  const KernelDescription& description = *kernel.description;
-  long long const blocks =
-      description.entry_points[0].grid.blocks(LaunchDims(), kernel.multiprocessors);
+  long long const blocks = kernel.kernel->entry_points[0].grid.size(1, kernel.multiprocessors);
   if (blocks < 0 || blocks > INT_MAX) return 1;
-  return fastest_splits(blocks, ceil_div(description.shape.key_length, description.tile_key),
-                        std::min(partial_out->sizes[0], kMostSplits), kernel);
+  return fastest_splits(blocks, ceil_div(call.shape.key_length, kernel.kernel->tile_key),
+                        std::min(partial_out->sizes[0], kMostSplits),
+                        bound_by_products(call.shape, kernel, blocks), kernel);
+}
+
+// The workspace has room for `most`. As many as possible divide query heads, and the others Q
+// blocks, if they fill the device.
+void set_splits(const DeviceKernel& kernel, Buffers& buffers, BackwardParams& params) {
+  params.head_splits = 1;
+  params.row_splits = 1;
+  const ArrayType* const sums = buffers.type("key_gradient_sum");
+  if (sums == nullptr || sums->rank != 2) return;
+  long long const most = std::clamp(sums->sizes[0], 1ll, 1ll << 20);
+  // Without query heads the group is 0, and gcd(most, 0) is `most`.
+  long long const heads = std::gcd(most, std::max(params.shape.group, 1));
+  params.head_splits = static_cast<int>(heads);
+  params.shape.group /= params.head_splits;
+  params.shape.key_heads *= params.head_splits;
+  long long const tiles = ceil_div(params.shape.key_length, kernel.kernel->tile_key);
+  // Three sizes of 31 bits may have a product of more than 63 bits. Such a call has enough blocks.
+  long long blocks = 0;
+  if (__builtin_mul_overflow(tiles * params.shape.key_heads, params.shape.batch, &blocks)) return;
+  long long const ctas =
+      static_cast<long long>(most_ctas_per_sm(params.mask)) * kernel.multiprocessors;
+  long long const rows = ctas / std::max(blocks, 1ll);
+  params.row_splits = static_cast<int>(std::clamp(rows, 1ll, most / heads));
 }
 
 }  // namespace memeff::host

@@ -1,8 +1,9 @@
-#include "launch/buffers.h"
+#include "buffers.h"
 
+#include <algorithm>
 #include <cstdint>
 
-#include "attributes/text.h"
+#include "errors.h"
 
 namespace memeff::host {
 namespace {
@@ -23,22 +24,50 @@ long long stride_of(const ArrayType& type, int dim) {
   return elements;
 }
 
+// The dtype and sizes of a buffer of any rank, in an error.
+std::string type_of(const ffi::AnyBuffer& buffer) {
+  auto const dims = buffer.dimensions();
+  ArrayType type;
+  type.dtype = buffer.element_type();
+  type.rank = static_cast<int>(std::min<size_t>(dims.size(), ArrayType::kMostDims));
+  std::copy_n(dims.begin(), type.rank, type.sizes);
+  bool const is_whole = dims.size() <= ArrayType::kMostDims;
+  return to_string(type) + (is_whole ? "" : " and more dims");
+}
+
+// The names of the arrays of a buffer, joined by "+".
+std::string names_of(const Call& call, bool is_result, size_t position) {
+  std::string names;
+  for (const Array& array : call.arrays) {
+    if (array.is_result == is_result && array.position == static_cast<int>(position)) {
+      names += (names.empty() ? "" : "+") + array.name;
+    }
+  }
+  return names;
+}
+
 template <class Find>
-ffi::Error check(const char* kind, const std::vector<BufferType>& expected, size_t count,
-                 const Find& buffer_at) {
-  if (count != expected.size()) {
+ffi::Error check(const Call& call, bool is_result, size_t count, const Find& buffer_at) {
+  const std::string kind = is_result ? "result" : "operand";
+  auto const& types = is_result ? call.results : call.operands;
+  if (count != types.size()) {
     return failure(ffi::ErrorCode::kInvalidArgument,
                    "the custom call got " + std::to_string(count) + " " + kind + "s, expected " +
-                       std::to_string(expected.size()));
+                       std::to_string(types.size()));
   }
   for (size_t position = 0; position < count; ++position) {
     auto const buffer = buffer_at(position);
-    const BufferType& announced = expected[position];
-    if (buffer && has_type(*buffer, announced.type)) continue;
+    const ArrayType& type = types[position];
+    if (buffer) {
+      auto const dims = buffer->dimensions();
+      if (buffer->element_type() == type.dtype && dims.size() == static_cast<size_t>(type.rank) &&
+          std::equal(dims.begin(), dims.end(), type.sizes)) {
+        continue;
+      }
+    }
     return failure(ffi::ErrorCode::kInvalidArgument,
-                   std::string(kind) + " " + announced.name + ": expected " +
-                       to_string(announced.type) + ", got " +
-                       (buffer ? type_of(*buffer) : std::string("no buffer")));
+                   kind + " " + names_of(call, is_result, position) + ": expected " +
+                       to_string(type) + ", got " + (buffer ? type_of(*buffer) : "no buffer"));
   }
   return ffi::Error::Success();
 }
@@ -46,10 +75,10 @@ ffi::Error check(const char* kind, const std::vector<BufferType>& expected, size
 }  // namespace
 
 ffi::Error Buffers::check() const {
-  ffi::Error error = host::check("operand", call_.operands, arguments_.size(),
+  ffi::Error error = host::check(call_, false, arguments_.size(),
                                  [&](size_t position) { return operand(position); });
   if (error.failure()) return error;
-  return host::check("result", call_.results, results_.size(),
+  return host::check(call_, true, results_.size(),
                      [&](size_t position) { return result(position); });
 }
 
@@ -72,12 +101,8 @@ const ArrayType* Buffers::type(std::string_view name) const {
   return array == nullptr ? nullptr : &array->type;
 }
 
-size_t Buffers::bytes(std::string_view name) const {
-  const ArrayType* const found = type(name);
-  if (found == nullptr) return 0;
-  size_t bytes = ffi::ByteWidth(found->dtype);
-  for (int dim = 0; dim < found->rank; ++dim) bytes *= static_cast<size_t>(found->sizes[dim]);
-  return bytes;
+const Array* Buffers::at(int place) const {
+  return place < 0 ? nullptr : &call_.arrays[static_cast<size_t>(place)];
 }
 
 void* Buffers::data(std::string_view name) {
@@ -99,8 +124,9 @@ bool Buffers::has_rank_4(const Array& array) {
   return false;
 }
 
-TensorView Buffers::tensor(std::string_view name) {
-  const Array* const array = call_.find(name);
+TensorView Buffers::tensor(std::string_view name) { return tensor(call_.find(name)); }
+
+TensorView Buffers::tensor(const Array* array) {
   if (array == nullptr || !has_rank_4(*array)) return {};
   const ArrayType& type = array->type;
   TensorView view = {};
@@ -140,8 +166,7 @@ ScoreView Buffers::scores(std::string_view name, int alignment) {
 }
 
 ArrayView Buffers::captured(const CapturedArray& captured) {
-  const Array* const array = call_.find(captured.name);
-  if (array == nullptr) return {};
+  const Array* const array = at(captured.array);
   ArrayView view = {};
   view.data = data(*array);
   require_alignment(*array, view.data, captured.alignment);

@@ -1,8 +1,7 @@
 // Encodes the tensor maps through which TMA accesses the arrays of a call.
 #pragma once
 
-#include "images/kernel_table.h"
-#include "launch/buffers.h"
+#include "buffers.h"
 #include "memeff/params.h"
 
 namespace memeff::host {
@@ -10,7 +9,8 @@ namespace memeff::host {
 // The parameter of kernels that take tensor maps. A kernel declares as many as it has: ForwardMaps
 // or BackwardMaps, followed by the maps of further arrays.
 struct MapTable {
-  TensorMap maps[16];
+  static constexpr size_t kMost = 16;
+  TensorMap maps[kMost];
 };
 
 // Encodes the maps of a kernel, in the order of its description, with the addresses of this

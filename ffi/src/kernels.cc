@@ -1,11 +1,11 @@
-#include "images/kernel_table.h"
+#include "kernels.h"
 
-#include <cstdlib>
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
 
-#include "attributes/text.h"
+#include "errors.h"
 
 namespace memeff::host {
 namespace {
@@ -34,14 +34,9 @@ ffi::ErrorOr<CUlibrary> load_library(const Driver& driver, const std::string& co
   return library;
 }
 
-// "sm_90a" -> 90, "compute_80" -> 80
-int capability_of(const std::string& arch) { return std::atoi(arch.c_str() + arch.find('_') + 1); }
-
 // The first capability with programmatic dependent launch. Hazard: in code for earlier ones
 // wait_for_kernel_before() does nothing, so such kernels must not be launched with it.
 constexpr int kDependentLaunch = 90;
-
-bool is_ptx(const std::string& arch) { return arch.rfind("compute_", 0) == 0; }
 
 ffi::ErrorOr<int> capability_of(const Driver& driver, CUdevice device) {
   int major = 0;
@@ -70,26 +65,13 @@ ffi::ErrorOr<const Driver*> driver_or_error() {
 
 }  // namespace
 
-ffi::Error KernelTable::add(KernelImage image) {
-  std::string_view digits = image.arch;
-  if (size_t const underscore = digits.find('_'); underscore != std::string_view::npos) {
-    digits.remove_prefix(underscore + 1);
-  }
-  bool const is_real = image.arch.rfind("sm_", 0) == 0;
-  if (is_real && !digits.empty() && (digits.back() == 'a' || digits.back() == 'f')) {
-    digits.remove_suffix(1);
-  }
-  if ((!is_real && !is_ptx(image.arch)) || !parse_number(digits, 10, 999)) {
-    return malformed("the attribute kernels has the architecture " + quoted(image.arch) +
-                     ", expected one like 'sm_90a' or 'compute_80'");
-  }
-  for (const KernelImage& other : images_) {
-    if (other.arch == image.arch) {
-      return malformed("the attribute kernels has " + image.arch + " twice");
-    }
-  }
-  images_.push_back(std::move(image));
-  return ffi::Error::Success();
+long long Grid::size(long long split_count, int multiprocessors) const {
+  if (splits == kSome && split_count <= 1) return 0;
+  long long size = ctas;
+  if (splits == kEach && __builtin_mul_overflow(ctas, split_count, &size)) return -1;
+  if (most_per_sm == 0) return size;
+  long long const clusters = static_cast<long long>(most_per_sm) * multiprocessors / cluster;
+  return std::min(size, std::max(clusters, 1ll) * cluster);
 }
 
 ffi::Error KernelTable::load() {
@@ -106,23 +88,22 @@ ffi::Error KernelTable::load() {
   for (int device = 0; device < devices; ++device) {
     auto capability = capability_of(*driver, device);
     if (!capability.has_value()) return capability.error();
-    if (const KernelImage* image = find(*capability); image != nullptr) {
-      auto library = load_library(*driver, image->code);
+    if (const Kernel* kernel = find(*capability); kernel != nullptr) {
+      auto library = load_library(*driver, kernel->code);
       if (!library.has_value()) return library.error();
     }
   }
   return ffi::Error::Success();
 }
 
-const KernelImage* KernelTable::find(int capability) const {
-  const KernelImage* ptx = nullptr;
-  for (const KernelImage& image : images_) {
-    int const written_for = capability_of(image.arch);
-    if (!is_ptx(image.arch)) {
-      if (written_for == capability) return &image;
-    } else if (written_for <= capability &&
-               (ptx == nullptr || written_for > capability_of(ptx->arch))) {
-      ptx = &image;
+const Kernel* KernelTable::find(int capability) const {
+  const Kernel* ptx = nullptr;
+  for (const Kernel& kernel : kernels_) {
+    if (!kernel.is_ptx) {
+      if (kernel.capability == capability) return &kernel;
+    } else if (kernel.capability <= capability &&
+               (ptx == nullptr || kernel.capability > ptx->capability)) {
+      ptx = &kernel;
     }
   }
   return ptx;
@@ -157,18 +138,17 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
   if (!capability.has_value()) return ffi::Unexpected(capability.error());
   DeviceKernel kernel;
   kernel.driver = &driver;
-  const KernelImage* const image = find(*capability);
-  if (image == nullptr) {
+  kernel.kernel = find(*capability);
+  if (kernel.kernel == nullptr) {
     std::string archs;
-    for (const KernelImage& image : images_) archs += (archs.empty() ? "" : ", ") + image.arch;
+    for (const Kernel& other : kernels_) archs += (archs.empty() ? "" : ", ") + other.arch;
     return ffi::Unexpected(failure(
         ffi::ErrorCode::kFailedPrecondition,
         "this program was compiled for " + archs + " and runs on a device of compute capability " +
             std::to_string(*capability / 10) + "." + std::to_string(*capability % 10) +
             "; set JAX_MEMEFF_ARCHS to all architectures it should run on and lower it again"));
   }
-  kernel.description = &image->description;
-  kernel.waits = capability_of(image->arch) >= kDependentLaunch;
+  kernel.waits = kernel.kernel->capability >= kDependentLaunch;
   if (CUresult result = driver.device_attribute(&kernel.multiprocessors,
                                                 CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
       result != CUDA_SUCCESS) {
@@ -176,9 +156,9 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
                                    "the multiprocessors of device " + std::to_string(device) +
                                        " could not be counted: " + describe(driver, result)));
   }
-  auto library = load_library(driver, image->code);
+  auto library = load_library(driver, kernel.kernel->code);
   if (!library.has_value()) return ffi::Unexpected(library.error());
-  for (const EntryPoint& entry : image->description.entry_points) {
+  for (const EntryPoint& entry : kernel.kernel->entry_points) {
     CUkernel function = nullptr;
     CUresult result = driver.library_kernel(&function, *library, entry.name.c_str());
     if (result == CUDA_SUCCESS) {

@@ -1,4 +1,4 @@
-#include "images/driver.h"
+#include "driver.h"
 
 #include <dlfcn.h>
 
