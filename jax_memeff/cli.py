@@ -1,7 +1,8 @@
-"""``python -m jax_memeff doctor | info | kernels | explain | build``; none of them needs a GPU.
+"""``python -m jax_memeff doctor | info | kernels | explain | build | verify``. Only verify needs a
+GPU.
 
-Exit codes: 0 done, 1 no kernel fits, a kernel does not compile, output cannot be written or
-something is broken, 2 wrong arguments, 130 interrupted.
+Exit codes: 0 done, 1 no kernel fits, a case of verify does not pass, a kernel does not compile,
+output cannot be written or something is broken, 2 wrong arguments, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import argparse
 import contextlib
 import errno
 import importlib
+import json
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -105,6 +108,30 @@ def _info(options: argparse.Namespace, out: Console) -> int:
 def _doctor(options: argparse.Namespace, out: Console) -> int:
     # It imports JAX, which the other commands do not need.
     return importlib.import_module("jax_memeff._command.doctor").run(out)
+
+
+def _verify(options: argparse.Namespace, out: Console) -> int:
+    from jax_memeff._command.verify import cases, parent, report
+
+    chosen = [cases.like(options)] if options.like else cases.chosen(every=options.all)
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not options.even_if_busy:
+        try:
+            parent.require_idle()
+        except parent.BusyError as error:
+            errors.print(str(error), style="red", markup=False)
+            return 1
+    start = time.monotonic()
+    errors.print(f"{len(chosen)} cases; each phase is written to {options.log}", markup=False)
+    record = parent.run(
+        chosen, options.log, options.limit, lambda line: errors.print(line, markup=False)
+    )
+    driver = parent.driver()
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.document(record, driver), indent=1) + "\n")
+    text = report.markdown(record, driver, time.monotonic() - start)
+    out.print(text, markup=False, soft_wrap=True)
+    return 0 if record.has_passed else 1
 
 
 def _kernels(options: argparse.Namespace, out: Console) -> int:
@@ -320,7 +347,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, command, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
         added.set_defaults(command=command)
-        if command is not _doctor:
+        if command not in (_doctor, _verify):
             added.add_argument(
                 "--arch",
                 action="append",
@@ -331,6 +358,8 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     add("doctor", _doctor, "report what works here, what is missing, and what to do next")
+
+    _add_verify(add)
 
     info = add("info", _info, "show versions of the toolchain, devices, and the kernel cache")
     info.add_argument("--timings", action="store_true", help="also time a compile and a cache hit")
@@ -387,6 +416,55 @@ def _parser() -> argparse.ArgumentParser:
     for feature in FEATURES:
         feature.add_flags(build)
     return parser
+
+
+def _add_verify(add: Any) -> None:
+    verify = add(
+        "verify",
+        _verify,
+        "run the library's own cases on the GPU, in a process that may be killed, and print a "
+        "report for an issue",
+    )
+    verify.epilog = (
+        "example: python -m jax_memeff verify --like --dtype bf16 --head-dim 128 --causal "
+        "--seq 4096 --heads 32 --kv-heads 8"
+    )
+    verify.add_argument("--all", action="store_true", help="more cases, which take longer")
+    verify.add_argument(
+        "--like", action="store_true", help="one case: the call that the flags below describe"
+    )
+    verify.add_argument(
+        "--limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="kill a process whose launch takes longer; compiling does not count; default: 60",
+    )
+    verify.add_argument(
+        "--even-if-busy",
+        action="store_true",
+        help="run under MPS, or although other processes compute on the GPU, which may end them",
+    )
+    verify.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    verify.add_argument(
+        "--log",
+        type=Path,
+        default=Path("jax_memeff_verify.jsonl"),
+        metavar="FILE",
+        help="each phase is on the disk before it begins; default: %(default)s",
+    )
+    verify.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES)
+    _add_dims(verify, required=False)
+    for name, default, text in (
+        ("batch", 2, "batch size"),
+        ("seq", 512, "key length, and query length unless --queries is given"),
+        ("queries", None, "query length"),
+        ("heads", 4, "query heads"),
+        ("kv-heads", 4, "key heads"),
+    ):
+        verify.add_argument(f"--{name}", type=argument_types.size, default=default, help=text)
+    for feature in FEATURES:
+        feature.add_flags(verify)
 
 
 def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:

@@ -78,11 +78,24 @@ def kernels(names: Sequence[str], archs: Sequence[str]) -> list[Job]:
             raise ValueError(f"expected models among {', '.join(MODELS)}, got {name!r}")
     found: dict[Job, None] = {}
     for call, types in itertools.chain.from_iterable(_calls(MODELS[name]) for name in names):
-        for equation in _equations(jax.make_jaxpr(call)(*types).jaxpr):
-            avals = [variable.aval for variable in equation.invars]
-            for specs in selection.of_call(avals, **equation.params, archs=archs):
-                found |= {(spec, arch): None for arch, spec in specs.items()}
+        found |= dict.fromkeys(of_program(call, types, archs))
     return list(found)
+
+
+def of_program(
+    program: Callable[..., Any], arguments: Sequence[Any], archs: Sequence[str] = ()
+) -> Iterator[Job]:
+    """The kernels of the forwards and backwards in a program, which is traced.
+
+    Without ``archs`` the architectures are those that the program would be compiled for.
+
+    Raises:
+        UnsupportedError: a call has no kernel.
+    """
+    for equation in _equations(jax.make_jaxpr(program)(*arguments).jaxpr):
+        avals = [variable.aval for variable in equation.invars]
+        for specs in selection.of_call(avals, **equation.params, archs=archs):
+            yield from ((spec, arch) for arch, spec in specs.items())
 
 
 def _calls(model: Model) -> Iterator[Call]:

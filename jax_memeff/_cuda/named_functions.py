@@ -82,11 +82,11 @@ def mask(text: str) -> Mask:
     Raises:
         ValueError: the name cannot be imported.
     """
-    return Mask.function(_imported("--mask-function", text))
+    return Mask.function(imported("--mask-function", text))
 
 
 def _traced(flag: str, name: str, trace: Trace) -> Any:
-    function = _imported(flag, name)
+    function = imported(flag, name)
     try:
         return trace(function)
     except (TypeError, ValueError) as error:
@@ -97,7 +97,12 @@ def _traced(flag: str, name: str, trace: Trace) -> Any:
         raise ValueError(f"{flag} {name} raised {type(error).__name__}: {error}") from error
 
 
-def _imported(flag: str, text: str) -> Any:
+def imported(flag: str, text: str) -> Any:
+    """What ``text`` names, ``"MODULE:NAME"``; ``flag`` is named in errors.
+
+    Raises:
+        ValueError: as :func:`added` says.
+    """
     module_name, _, name = text.partition(":")
     is_file = "/" in module_name or module_name.endswith(".py")
     if not module_name or not name or is_file:

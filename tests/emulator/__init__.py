@@ -44,9 +44,23 @@ def install() -> None:
         }
         jax.ffi.register_ffi_target(name, handlers, platform="cpu", api_version=1)
     call.register_targets = lambda: None
-    mlir.register_lowering(primitives.attention_fwd_p, lowering.lower_forward, platform="cpu")
-    mlir.register_lowering(primitives.attention_bwd_p, lowering.lower_backward, platform="cpu")
-    mlir.register_lowering(primitives.attention_tangent_p, tangents.lower_tangent, platform="cpu")
+    for primitive, kernels, in_jax in (
+        (primitives.attention_fwd_p, lowering.lower_forward, primitives._blockwise_forward),
+        (primitives.attention_bwd_p, lowering.lower_backward, primitives._blockwise_backward),
+        (primitives.attention_tangent_p, tangents.lower_tangent, primitives.tangent_in_jax),
+    ):
+        mlir.register_lowering(primitive, _by_implementation(kernels, in_jax), platform="cpu")
+
+
+def _by_implementation(kernels: Callable[..., Any], in_jax: Callable[..., Any]) -> Any:
+    """The kernels, unless a call asks for the blockwise path, as on a GPU."""
+    plain = mlir.lower_fun(in_jax, multiple_results=True)
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        is_plain = params["options"].implementation == "xla"
+        return (plain if is_plain else kernels)(ctx, *operands, **params)
+
+    return lower
 
 
 def configure(arch: str, *, multiprocessors: int = 3, seed: int = 0) -> None:

@@ -1,0 +1,1 @@
+"""``python -m jax_memeff verify``: the library's own cases on the user's GPU."""

@@ -1,0 +1,285 @@
+"""One case on the GPU: its programs are compiled, launched twice, compared with the oracle and with
+the blockwise path, and timed beside ``jax.nn``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_memeff._command.verify import oracle, programs
+from jax_memeff._command.verify.arrays import Arrays
+from jax_memeff._command.verify.cases import Case
+from jax_memeff._command.verify.oracle import Comparison
+from jax_memeff.errors import UnsupportedError
+
+Say = Callable[..., None]
+"""Announces a phase, with its name and what it is about, before it begins."""
+
+OURS = "memeff_cuda"
+JAX_NN: Mapping[str, Literal["cudnn", "xla"]] = {"jax_cudnn": "cudnn", "jax_xla": "xla"}
+"""The implementations of ``jax.nn`` by their names in benchmarks, the preferred one first."""
+
+_TF32_TOLERANCE = 1e-3
+_FLOAT32_TOLERANCE = 5e-6
+_POISONED_BYTES = 64 << 20
+_BATCHES = 5
+_BATCH_SECONDS = 0.02
+_MOST_LAUNCHES = 500
+
+
+def check(case: Case, say: Say) -> dict[str, Any]:
+    """The outcome of a case: its ``state`` ("passed", "failed" or "no kernel"), ``text`` with what
+    is wrong, the ``errors`` of both paths and the ``seconds`` of the programs that were timed.
+    """
+    say("compiling")
+    drawn = Arrays.draw(case)
+    given: Any = drawn.given()
+    try:
+        compiled = _compiled(case, given)
+    except UnsupportedError as error:
+        return {"state": "no kernel", "text": [" ".join(str(error).split())]}
+    say("launching", what="kernels")
+    given = jax.device_put(given)
+    results = _launched(compiled["kernels"], given)
+    say("launching", what="kernels, again")
+    again = _launched(compiled["kernels"], given)
+    wrong = [
+        f"{name}: the bits differ between two runs"
+        for name in results
+        if _is_repeatable(case, name) and results[name].tobytes() != again[name].tobytes()
+    ]
+    if case.dropout and not case.score_function:
+        say("launching", what="dropout bits")
+        wrong += _wrong_bits(drawn, compiled["kernels"])
+    say("launching", what="the blockwise path")
+    plain = _launched(compiled["plain"], given)
+    say("comparing")
+    expected = _expected(drawn) if case.fits_oracle else _Expected(drawn.unpacked(plain))
+    errors = {"kernels": _compared(case, drawn.unpacked(results), expected)}
+    if case.fits_oracle:
+        errors["blockwise"] = _compared(case, drawn.unpacked(plain), expected)
+    for path, comparisons in errors.items():
+        wrong += [f"{path}: {found.text}" for found in comparisons if found.text]
+    outcome: dict[str, Any] = {
+        "state": "failed" if wrong else "passed",
+        "text": wrong,
+        "errors": {path: [found[:3] for found in each] for path, each in errors.items()},
+    }
+    if programs.jax_nn_can_run(case) and not wrong:
+        say("launching", what="timed programs")
+        outcome["seconds"] = _seconds(compiled, given)
+    return outcome
+
+
+def _compiled(case: Case, given: Any) -> dict[str, Any]:
+    """``kernels`` and ``plain``, and the timed programs by direction and peer.
+
+    A peer that does not compile is left out. XLA compiles them side by side; only the main thread
+    traces.
+    """
+    # Float32 is the reference of what is too large for the oracle.
+    reference = case if case.fits_oracle else dataclasses.replace(case, dtype="float32", fast=False)
+    lowered: dict[Any, Any] = {
+        "kernels": jax.jit(programs.complete(case, "cuda")).lower(given),
+        "plain": jax.jit(_in_dtype(programs.complete(reference, "xla"), reference)).lower(given),
+    }
+    optional = []
+    for direction in _directions(case):
+        if direction == "forward":
+            lowered[direction, OURS] = jax.jit(programs.forward(case, "cuda")).lower(given)
+        for peer, implementation in JAX_NN.items():
+            program = programs.of_jax_nn(case, implementation, direction != "forward")
+            try:
+                lowered[direction, peer] = jax.jit(program).lower(given)
+                optional.append((direction, peer))
+            except Exception:  # whatever jax.nn raises for sizes that it does not support
+                continue
+    with ThreadPoolExecutor(len(lowered)) as threads:
+        futures = {key: threads.submit(each.compile) for key, each in lowered.items()}
+    return {
+        key: future.result()
+        for key, future in futures.items()
+        if key not in optional or future.exception() is None
+    }
+
+
+def _in_dtype(program: programs.Program, case: Case) -> programs.Program:
+    """The program with all 16-bit arrays in the dtype of a case of float32."""
+    if case.dtype != "float32":
+        return program
+
+    def widened(arrays: programs.Given) -> dict[str, jax.Array]:
+        narrow = (jnp.float16, jnp.bfloat16)
+        return program(
+            {name: x.astype(jnp.float32) if x.dtype in narrow else x for name, x in arrays.items()}
+        )
+
+    return widened
+
+
+def _directions(case: Case) -> list[str]:
+    if not programs.jax_nn_can_run(case):
+        return []
+    return ["forward", "forward_backward"] if case.gradients else ["forward"]
+
+
+def _launched(program: Any, given: Any) -> dict[str, np.ndarray]:
+    """The results of a program whose memory was NaN before: its workspaces, its results, and what
+    lies between and beyond the buffers of free memory.
+    """
+    jax.block_until_ready(jnp.full(_POISONED_BYTES, 0xFF, jnp.uint8))
+    return {name: np.asarray(x) for name, x in jax.block_until_ready(program(given)).items()}
+
+
+def _is_repeatable(case: Case, name: str) -> bool:
+    """Whether a result must have the same bits in each run (docs/guide/determinism.md)."""
+    if case.deterministic or name in ("out", "lse", "maxima"):
+        return True
+    return name in ("dkey", "dvalue") and case.N == case.K
+
+
+def _wrong_bits(drawn: Arrays, program: Any) -> list[str]:
+    """Compares the elements that the forward keeps with the definition.
+
+    Equal scores give every valid element a probability, and values of one column of the identity
+    show whether it was kept.
+    """
+    case = drawn.case
+    columns = min(case.S, case.value_dim)
+    hot = np.eye(case.S, case.value_dim)[None, :, None, :]
+    changed = {"query": np.zeros_like(drawn.padded["query"])}
+    changed["value"] = np.broadcast_to(hot, drawn.padded["value"].shape).astype(_dtype(case))
+    if case.bias:
+        changed["bias"] = np.zeros_like(drawn.padded["bias"])
+    uniform = Arrays(case, {**drawn.padded, **changed})
+    out = drawn.unpacked(_launched(program, jax.device_put(uniform.given())))["out"]
+    expected = (drawn.kept & drawn.valid)[..., :columns]
+    found = np.asarray(out, np.float32).transpose(0, 2, 1, 3)[..., :columns] > 0
+    count = int((found != expected).sum())
+    return [f"dropout: {count} of {expected.size} bits are wrong"] if count else []
+
+
+def _dtype(case: Case) -> Any:
+    return jnp.dtype(case.dtype)
+
+
+class _Expected(NamedTuple):
+    """The results that a case should have, by name.
+
+    ``low`` are those of an oracle that rounds each operation, of 16-bit cases that the oracle
+    checks; see :func:`oracle.compare` for ``scales`` and ``floors``.
+    """
+
+    results: Mapping[str, np.ndarray]
+    low: Mapping[str, np.ndarray] | None = None
+    scales: Mapping[str, np.ndarray] = {}
+    floors: Mapping[str, float] = {}
+
+
+def _expected(drawn: Arrays) -> _Expected:
+    """What the oracle says."""
+    case, problem = drawn.case, drawn.problem()
+    dtype = _dtype(case)
+
+    def in_dtype(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x).astype(dtype).astype(np.float64)
+
+    def results(rounded: oracle.Rounding) -> oracle.Answer:
+        answer = oracle.answer(problem, rounded)
+        if not case.tangents:
+            return answer
+        moving = (drawn.padded[f"{name}_tangent"] for name in ("query", "key", "value"))
+        found = oracle.tangents(problem, [x.astype(np.float64) for x in moving], rounded)
+        return answer._replace(results={**answer.results, **found})
+
+    wide = results(lambda x: x)
+    low = None if dtype == np.float32 else results(in_dtype).results
+    out = wide.results["out"]
+    floor = oracle.cancellation(problem, out, eps=_eps(case), fast=case.fast)
+    floors = {
+        "dquery": floor * problem.scale * np.abs(problem.key).max(),
+        "dkey": floor * problem.scale * np.abs(problem.query).max(),
+        **dict.fromkeys(("dbias", "dsinks", "dcaptured"), floor),
+    }
+    if case.tangents:  # dP V and dlse O may cancel: each is rounded by itself
+        rows = problem._replace(dout=np.ones_like(out))
+        own = oracle.cancellation(rows, out, eps=_eps(case), fast=case.fast)
+        floors["out_tangent"] = own * np.abs(wide.results["lse_tangent"]).max()
+    return _Expected(wide.results, low, wide.scales, floors)
+
+
+def _compared(
+    case: Case, results: Mapping[str, np.ndarray], expected: _Expected
+) -> list[Comparison]:
+    is_wide = case.dtype == "float32"
+    is_rough = case.fast or (case.soft_cap is not None and not is_wide)
+    of_norm = _TF32_TOLERANCE if case.fast else _FLOAT32_TOLERANCE
+    if not is_wide and expected.low is None:
+        of_norm = 2 * _eps(case)
+    found = []
+    for name, got in results.items():
+        tolerance = of_norm
+        if name in oracle.ABSOLUTE:
+            tolerance = 1e-3 if is_rough else 2e-5 if case.tangents else 1e-5
+        found.append(
+            oracle.compare(
+                name,
+                got,
+                expected.results[name],
+                None if expected.low is None else expected.low[name],
+                eps=_eps(case),
+                tolerance=tolerance,
+                floor=expected.floors.get(name, 0.0),
+                scale=expected.scales.get(name),
+            )
+        )
+    return found
+
+
+def _eps(case: Case) -> float:
+    return float(jnp.finfo(_dtype(case)).eps)
+
+
+def _seconds(compiled: Mapping[Any, Any], given: Any) -> dict[str, dict[str, list[float]]]:
+    """Seconds of a call in each batch of launches, by direction and peer.
+
+    The host's clock times a batch of launches, so the times of small calls are those of the host.
+    """
+    timed = {key: program for key, program in compiled.items() if isinstance(key, tuple)}
+    if any(direction == "forward_backward" for direction, _ in timed):
+        timed["forward_backward", OURS] = compiled["kernels"]
+    found: dict[str, dict[str, list[float]]] = {}
+    for (direction, peer), program in timed.items():
+        times = found.setdefault(direction, {})
+        is_second_choice = peer == "jax_xla" and "jax_cudnn" in times
+        if is_second_choice:
+            continue
+        try:
+            times[peer] = _samples(functools.partial(program, given))
+        except jax.errors.JaxRuntimeError:
+            if peer == OURS:
+                raise
+    return found
+
+
+def _samples(launch: Callable[[], Any]) -> list[float]:
+    def seconds(launches: int) -> float:
+        start = time.perf_counter()
+        for _ in range(launches):
+            results = launch()
+        jax.block_until_ready(results)
+        return (time.perf_counter() - start) / launches
+
+    seconds(2)  # the first launches record command buffers
+    count = min(_MOST_LAUNCHES, max(1, math.ceil(_BATCH_SECONDS / seconds(1))))
+    return [seconds(count) for _ in range(_BATCHES)]

@@ -1,0 +1,284 @@
+"""The parent of ``verify``: it starts the child that owns the GPU, and kills it at a limit.
+
+Nothing here imports JAX or opens CUDA. Errors of CUDA stay with a process, so each case that fails
+ends its child; the next child launches a trivial kernel before it goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from jax_memeff._command.verify.cases import Case, on_gpu
+
+CHILD = (sys.executable, "-m", "jax_memeff._command.verify.child")
+
+LIMITS = {"starting": 300.0, "trying": 60.0, "compiling": 1800.0, "comparing": 900.0}
+"""Seconds that a phase may take. That of ``launching`` is the user's."""
+SILENCE = 60.0
+"""Seconds without a heartbeat after which a child counts as stuck."""
+_DYING = 60.0
+"""Seconds that the driver may take to end the kernels of a process that was killed."""
+
+_SMI_SECONDS = 30
+_MPS = "nvidia-cuda-mps"  # the first 15 letters are what /proc shows
+
+Note = Callable[[str], None]
+
+
+class BusyError(Exception):
+    """A kernel that fails here would harm other programs; the message says which."""
+
+
+@dataclasses.dataclass
+class Record:
+    """What a run found out."""
+
+    machine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outcomes: dict[Case, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    broken: str = ""
+    """Why the run ended before its last case."""
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether nothing failed, and something passed: a case may have no kernel on a GPU."""
+        states = {outcome["state"] for outcome in self.outcomes.values()}
+        return not self.broken and "failed" not in states and "passed" in states
+
+
+def require_idle() -> None:
+    """Raise if a kernel that fails could end other programs on the GPU.
+
+    Raises:
+        BusyError: MPS runs, or other processes compute on the GPU.
+    """
+    advice = "pass --even-if-busy if you accept that"
+    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ or any(
+        _text_of(file).startswith(_MPS) for file in Path("/proc").glob("[0-9]*/comm")
+    ):
+        raise BusyError(
+            "MPS shares the GPU: a kernel that fails ends the kernels of all its clients. Stop it "
+            f"(echo quit | nvidia-cuda-mps-control) and unset CUDA_MPS_PIPE_DIRECTORY, or {advice}"
+        )
+    query = ("--query-compute-apps=pid,process_name", "--format=csv,noheader", *_chosen_gpu())
+    if others := [line for line in _smi(*query).splitlines() if line.strip()]:
+        raise BusyError(
+            f"other processes compute on the GPU: {'; '.join(others)}. A kernel that hangs stops "
+            f"them, too: end them, choose another GPU in CUDA_VISIBLE_DEVICES, or {advice}"
+        )
+
+
+def driver() -> str:
+    """The version of the driver, "" if nvidia-smi does not tell it."""
+    found = _smi("--query-gpu=driver_version", "--format=csv,noheader", *_chosen_gpu())
+    return found.split("\n")[0].strip()
+
+
+def _smi(*arguments: str) -> str:
+    """What nvidia-smi prints, "" without it or if it fails."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return ""
+    try:
+        done = subprocess.run(
+            (program, *arguments), capture_output=True, text=True, timeout=_SMI_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _gpu() -> str:
+    """The GPU that a child sees: the first one of CUDA_VISIBLE_DEVICES."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+
+
+def _chosen_gpu() -> tuple[str, ...]:
+    return (f"--id={_gpu()}",) if _gpu() else ()
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # the process has ended
+        return ""
+
+
+def run(cases: Sequence[Case], log: Path, limit: float, note: Note) -> Record:
+    """Run all cases, in as many children as it takes.
+
+    Args:
+        cases: those of the run; a GPU without bfloat16 gets them in float16.
+        log: a file to which each phase is written before it begins.
+        limit: seconds that a launch may take.
+        note: gets a line for each case.
+    """
+    record = Record()
+    waiting = list(cases)
+    while waiting and not record.broken:
+        with _child(log) as child:
+            _follow(child, waiting, record, limit, note)
+            child.append_to(log)
+        if child.survived:
+            record.broken = (
+                f"process {child.process.pid} does not end although it was killed: the GPU needs "
+                "a reset (nvidia-smi --gpu-reset, or a reboot)"
+            )
+    return record
+
+
+class _Child:
+    """A process, and the lines that it sends."""
+
+    def __init__(self, log: Path, output: IO[bytes]):
+        reader, writer = os.pipe()
+        self._reader, self._output, self._rest = reader, output, b""
+        self.ended: dict[str, Any] | None = None
+        self.survived = False
+        try:
+            self.process = subprocess.Popen(
+                [*CHILD, str(writer), str(log)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=(writer,),
+                start_new_session=True,  # its compilers end with it
+                env=_environment(),
+            )
+        finally:
+            os.close(writer)
+
+    def lines(self) -> Iterator[bytes | None]:
+        """Lines as they come, and None about once a second; ends when the child has ended."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._reader, selectors.EVENT_READ)
+            while True:
+                if selector.select(timeout=0.2):
+                    if not (more := os.read(self._reader, 1 << 16)):
+                        return
+                    *whole, self._rest = (self._rest + more).split(b"\n")
+                    yield from whole
+                yield None
+
+    def give(self, cases: Sequence[Case]) -> None:
+        assert self.process.stdin is not None
+        text = json.dumps([dataclasses.asdict(case) for case in cases])
+        with contextlib.suppress(BrokenPipeError):  # it has just ended, which the pipe shows
+            self.process.stdin.write(text.encode() + b"\n")
+            self.process.stdin.flush()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        try:
+            self.process.wait(_DYING)
+        except subprocess.TimeoutExpired:
+            self.survived = True
+
+    def last_lines(self) -> str:
+        """The end of what it printed."""
+        self._output.seek(0)
+        return "\n".join(self._output.read().decode(errors="replace").splitlines()[-8:])
+
+    def append_to(self, log: Path) -> None:
+        """Write to the log how it ended."""
+        if self.ended is not None:
+            with open(log, "a") as file:
+                file.write(json.dumps(self.ended) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self.kill()
+        os.close(self._reader)
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+
+
+@contextlib.contextmanager
+def _child(log: Path) -> Iterator[_Child]:
+    with tempfile.TemporaryFile() as output:
+        child = _Child(log, output)
+        try:
+            yield child
+        finally:
+            child.close()
+
+
+def _environment() -> Mapping[str, str]:
+    """One GPU, numbered as nvidia-smi does; a CPU for functions of the user; memory as needed."""
+    return {
+        **os.environ,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": _gpu(),
+        "JAX_PLATFORMS": "cuda,cpu",
+        "JAX_MEMEFF_PROGRESS": "0",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+
+
+def _follow(child: _Child, waiting: list[Case], record: Record, limit: float, note: Note) -> None:
+    """Read what a child does until it ends or is killed, and take its cases from ``waiting``."""
+    limits = {**LIMITS, "launching": limit}
+    phase: dict[str, Any] = {"phase": "starting"}
+    since = heard = time.monotonic()
+    reason = ""
+    for line in child.lines():
+        now = time.monotonic()
+        if line is not None:
+            heard = now
+        if line:
+            phase, since = json.loads(line), now
+            if phase["phase"] == "ready":
+                record.machine = phase["machine"]
+                waiting[:] = on_gpu(waiting, phase["machine"]["arch"])
+                child.give(waiting)
+            elif phase["phase"] == "broken":
+                break
+            elif phase["phase"] == "done":
+                _finish(waiting, record, phase["outcome"], note)
+                if not waiting or phase["outcome"]["state"] == "failed":
+                    return
+        allowed = limits.get(phase["phase"], LIMITS["starting"])
+        if now - since > allowed:
+            reason = f"did not end within {allowed:g} s, and was killed"
+        elif now - heard > SILENCE:
+            reason = f"sent no heartbeat for {SILENCE:g} s, and was killed"
+        if reason:
+            break
+    child.kill()
+    what = f"{phase['phase']} {phase.get('what', '')}".strip()
+    text = phase.get("text") or f"{what}: {reason or _ended(child.process.returncode)}"
+    child.ended = {"phase": "ended", "case": phase.get("case"), "text": text}
+    if phase["phase"] in ("starting", "trying", "broken"):
+        first = "python -m jax_memeff doctor says what is missing"
+        later = "a trivial kernel fails after a case that failed, so the GPU needs a reset "
+        later += "(nvidia-smi --gpu-reset, or a reboot)"
+        record.broken = f"{later if record.machine else first}: {text}"
+    else:
+        outcome = {"state": "failed", "text": [text, child.last_lines()]}
+        _finish(waiting, record, outcome, note)
+
+
+def _finish(waiting: list[Case], record: Record, outcome: dict[str, Any], note: Note) -> None:
+    case = waiting.pop(0)
+    record.outcomes[case] = outcome
+    note(f"{outcome['state']:9} {case.name}")
+
+
+def _ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"the process was ended by {signal.Signals(-code).name}"
+    return f"the process ended with status {code}"
