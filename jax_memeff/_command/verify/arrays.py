@@ -163,9 +163,9 @@ class Arrays:
     @property
     def _indices(self) -> list[np.ndarray]:
         """Batch index, head, row and column of each score, int32[B, N, T, S]."""
-        given = np.ogrid[: self.case.B, : self.case.N, :1, : self.case.S]
-        given[2] = self._positions
-        return [np.broadcast_to(x, self._scores).astype(np.int32) for x in given]
+        batch, heads, _, columns = np.ogrid[: self.case.B, : self.case.N, :1, : self.case.S]
+        indices = (batch, heads, self._positions, columns)
+        return [np.broadcast_to(x, self._scores).astype(np.int32) for x in indices]
 
     def _function(self, captured: np.ndarray | None) -> oracle.Function | None:
         case, rows, columns = self.case, self._positions, np.arange(self.case.S)

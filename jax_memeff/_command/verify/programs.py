@@ -74,7 +74,9 @@ def of_jax_nn(case: Case, implementation: Literal["cudnn", "xla"], gradients: bo
             lengths["query_seq_lengths"] = arrays["query_lengths"]
             lengths["key_value_seq_lengths"] = arrays["key_lengths"]
         return jax.nn.dot_product_attention(
-            *(arrays[name] for name in ("query", "key", "value")),
+            arrays["query"],
+            arrays["key"],
+            arrays["value"],
             arrays.get("bias"),
             arrays.get("boolean"),
             is_causal=case.causal is not None,
@@ -108,9 +110,12 @@ def jax_nn_can_run(case: Case) -> bool:
 def _padded(case: Case, arrays: Given, implementation: Implementation) -> tuple[jax.Array, ...]:
     arguments = _arguments(case, arrays, implementation) | _of_training(case, arrays)
     return dot_product_attention(
-        *(arrays[name] for name in ("query", "key", "value")),
+        arrays["query"],
+        arrays["key"],
+        arrays["value"],
         query_seq_lengths=arrays.get("query_lengths"),
         key_value_seq_lengths=arrays.get("key_lengths"),
+        return_residual=True,
         **arguments,
     )
 
@@ -125,6 +130,7 @@ def _packed(case: Case, arrays: Given, implementation: Implementation) -> tuple[
         arrays["key_starts"],
         case.T,
         case.S,
+        return_residual=True,
         **arguments,
     )
 
@@ -138,6 +144,7 @@ def _paged(case: Case, arrays: Given, implementation: Implementation) -> tuple[j
         arrays["key_lengths"],
         value_dim=case.value_dim if case.latent else None,
         batch_invariant=case.batch_invariant,
+        return_residual=True,
         **_arguments(case, arrays, implementation),
     )
 
@@ -163,7 +170,6 @@ def _arguments(case: Case, arrays: Given, implementation: Implementation) -> dic
         "score_mod": _score_function(case, arrays.get("captured")),
         "sinks": arrays.get("sinks"),
         "implementation": implementation,
-        "return_residual": True,
     }
 
 
