@@ -231,7 +231,7 @@ struct FmhaBackwardSm80 {
   using Mask = typename Scores::Mask;
   using Modifiers = typename Scores::Modifiers;
   using BiasWriter = typename Scores::BiasWriter;
-  using Blocks = QBlocks<Tiles::kTileQuery, Config::kBlockMask>;
+  using Blocks = QBlocks<Config>;
   using Semaphore =
       cute::conditional_t<Config::kOrdersQueries, DqSemaphore<Config>, NoDqSemaphore<Config>>;
   static constexpr int kTileQuery = Tiles::kTileQuery;

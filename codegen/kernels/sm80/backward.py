@@ -120,21 +120,49 @@ _SM80 = {
     ),
     192: (Tile(64, 64, 8, 1, "236; with one query tile 223"),),
     256: (
-        Tile(64, 64, 8, 1, "230, causal 226; 32x64 with two query tiles 214, 201", query_buffers=1),
+        Tile(
+            64,
+            64,
+            8,
+            1,
+            "230, causal 226; 32x64 with two query tiles 214, 201. Positions spill",
+            query_buffers=1,
+            spill_bytes=8,
+        ),
         Tile(32, 64, 8, 1, "120 KB of 163 KB, for sums that do not fit beside 64 query rows"),
     ),
 }
 
+# Figures are TFLOP/s of forward + backward at T 2048 on an H200, as PTX for compute_86.
 _SM86 = {
-    32: (Tile(64, 128, 8, 1, "as at head dim 64"),),
+    32: (
+        Tile(64, 64, 4, 2, "195; 64x128 with 8 warps 171"),
+        Tile(64, 64, 4, 1, "with a 32-bit bias two blocks do not fit"),
+    ),
     64: (
-        Tile(64, 128, 8, 1, "89 KB of 99 KB; 128 query rows would need 144 KB"),
+        Tile(
+            64,
+            64,
+            4,
+            2,
+            "253, causal 235, dropout 208; 64x128 with 8 warps 248, 223, 196",
+            query_buffers=1,
+        ),
         Tile(64, 64, 8, 1, "with a bias: 66 or 75 KB of 99 KB"),
     ),
     96: (Tile(64, 64, 8, 1, "76 KB of 99 KB; 128 keys would need 116 KB"),),
     128: (
-        Tile(64, 64, 8, 1, "97 KB of 99 KB"),
-        Tile(32, 64, 8, 1, "with a bias: 69 or 74 KB of 99 KB"),
+        Tile(64, 64, 8, 1, "97 KB of 99 KB: 231", modifiers=modifiers("bias", "dropout")),
+        Tile(
+            64,
+            64,
+            4,
+            1,
+            "dropout 208, a bias 170 with its spills; 8 warps 198, 32x64 with a bias 158",
+            query_buffers=1,
+            spill_bytes=8,
+        ),
+        Tile(32, 64, 8, 1, "with a 32-bit bias"),
     ),
     192: (
         Tile(32, 64, 8, 1, "92 KB of 99 KB; 64 query rows would need 136 KB"),
@@ -189,7 +217,17 @@ _F32_SM80 = {
         Tile(32, 64, 4, 1, "with a bias 64 query rows need 171 KB"),
     ),
     128: (Tile(32, 64, 8, 1, "128 KB of 163 KB; 64 query rows need 192 KB"),),
-    192: (Tile(32, 32, 4, 1, "128 KB of 163 KB; 64 keys need 184 KB"),),
+    192: (
+        Tile(
+            32,
+            64,
+            8,
+            1,
+            "52 TFLOP/s at T 2048, 32x32 with two query tiles 43",
+            query_buffers=1,
+        ),
+        Tile(32, 32, 4, 1, "with a 32-bit bias 64 keys do not fit"),
+    ),
     256: (
         Tile(
             32,

@@ -101,9 +101,16 @@ CUTE_DEVICE void for_each_q_block(BackwardParams const& params, WorkItem const& 
 
 // Iterates over the Q blocks of a CTA. Without a block mask every head has all Q blocks of a range,
 // and a cursor is a counter.
-template <int kTileQuery, bool kBlockMask>
+//
+// The heads of a group take turns at each Q block, the last one first. Causal ranges end at the
+// same Q block, so the CTAs of a key head start there together and do not drift apart over the
+// heads, whose queries, dO and dq sums would not fit L2 together. If the additions to dq have an
+// order (schedule/dq_semaphore.cuh), a CTA processes head by head from the first Q block on: others
+// begin there later, and nobody waits.
+template <class Config, bool kBlockMask = Config::kBlockMask>
 struct QBlocks {
   using Cursor = int;
+  static constexpr int kTileQuery = Config::kTileQuery;
 
   ProblemShape const& shape;
   WorkItem const& item;
@@ -125,15 +132,26 @@ struct QBlocks {
   CUTE_DEVICE int number(Cursor cursor) const { return cursor; }
 
   CUTE_DEVICE QBlock at(Cursor cursor) const {
-    int const head_index = shape.group == 1 ? 0 : cursor / head_blocks;
-    int const tile = tiles.begin + cursor - head_index * head_blocks;
+    if constexpr (Config::kOrdersQueries) {
+      int const head_index = shape.group == 1 ? 0 : cursor / head_blocks;
+      return block(head_index, tiles.begin + cursor - head_index * head_blocks);
+    } else {
+      int const step = unsigned(cursor) / unsigned(shape.group);
+      return block(cursor - step * shape.group, tiles.end - 1 - step);
+    }
+  }
+
+ private:
+  CUTE_DEVICE QBlock block(int head_index, int tile) const {
     return {item.head * shape.group + head_index, tile * kTileQuery, tile};
   }
 };
 
 // With a block mask each head has a row of it, and a cursor is a position in that row.
-template <int kTileQuery>
-struct QBlocks<kTileQuery, true> {
+template <class Config>
+struct QBlocks<Config, true> {
+  static constexpr int kTileQuery = Config::kTileQuery;
+
   // A Q block of one head, and how many came before it.
   struct Cursor {
     BlockMaskRow<true> blocks;  // of the head
