@@ -16,7 +16,7 @@ WGMMA_ARCH = "sm_90a"
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Architectures with the same shared memory. Each ``Gpu`` has its own tiles in ``kernels/``."""
+    """Architectures with the same shared memory. The mma.sync kernels are configured for each."""
 
     name: str
     max_shared_bytes: int
@@ -29,6 +29,8 @@ class Gpu:
     """The threads that an SM runs at a time."""
     ctas: int = 32
     """The CTAs that an SM runs at a time."""
+    async_copies: bool = True
+    """Whether it has ``cp.async``, so that threads do not wait for their copies."""
 
     def shared_bytes(self, blocks: int) -> int:
         """The bytes of shared memory that each of ``blocks`` CTAs on an SM may have."""
@@ -45,7 +47,15 @@ class Gpu:
         return min(of_memory, self.threads // threads, self.ctas)
 
 
-SM75 = Gpu("sm_75", 64 * 1024, system_bytes=0, dtypes=("f16",), threads=1024, ctas=16)
+SM75 = Gpu(
+    "sm_75",
+    64 * 1024,
+    system_bytes=0,
+    dtypes=("f16",),
+    threads=1024,
+    ctas=16,
+    async_copies=False,
+)
 SM80 = Gpu("sm_80, sm_87", 163 * 1024)
 SM86 = Gpu("sm_86, sm_89, sm_120, sm_121", 99 * 1024, threads=1536, ctas=16)
 SM90 = Gpu("sm_90, sm_100, sm_103, sm_110", 227 * 1024)

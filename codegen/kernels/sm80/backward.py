@@ -5,12 +5,13 @@ global memory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features import MASK
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.functions.sums import Sum
+from jax_memeff.codegen.gpu import Gpu
 from jax_memeff.codegen.kernels.common.base import (
     EVERY_MASK,
     PROBABILITY_MODIFIERS,
@@ -24,9 +25,9 @@ from jax_memeff.codegen.kernels.common.base import (
     stage,
     summing_entry_points,
 )
-from jax_memeff.codegen.kernels.sm80.base import MmaBackward, MmaTables, MmaTile, columns_of_warp
+from jax_memeff.codegen.kernels.sm80.base import MmaBackward, MmaTile, columns_of_warp
 from jax_memeff.codegen.launch import EntryPoint, Workspace
-from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import Strategy
@@ -42,35 +43,10 @@ class Tile(MmaTile):
     """The masks under which it adds to dq in a fixed order, in three TF32 products."""
 
 
-def _sm75(query: int, key: int, warps: int, blocks: int, reason: str) -> Tile:
-    return Tile(query, key, warps, blocks, reason, query_buffers=1)
-
-
-# Nothing for sm_75 was measured: see sm80/forward.py.
-_SM75 = {
-    32: (
-        _sm75(64, 128, 8, 1, "57 KB: the long key tile halves the passes over dQ"),
-        _sm75(64, 64, 8, 1, "with a bias 128 keys need 73 KB"),
-    ),
-    64: (
-        _sm75(64, 64, 8, 1, "49 KB"),
-        _sm75(32, 64, 8, 1, "with a 32-bit bias 64 queries need 67 KB"),
-    ),
-    96: (
-        _sm75(32, 32, 4, 2, "28 KB: two blocks"),
-        _sm75(32, 32, 4, 1, "with a bias two blocks do not fit"),
-    ),
-    128: (
-        _sm75(32, 64, 8, 1, "56 KB"),
-        _sm75(32, 32, 4, 1, "with a 32-bit bias 64 keys need 65 KB"),
-    ),
-    192: (_sm75(32, 32, 4, 1, "52 KB"),),
-    # No 256: 32x32, the smallest tile that four warps can share, needs 68 KB. Kernels for large
-    # head dims serve it.
-}
-
-# Figures are TFLOP/s of forward + backward at T 2048 on an H200, as PTX for compute_80.
-_SM80 = {
+# Tiles by padded head dim. A CTA alone on an SM has eight warps, unless four with more registers
+# are faster. Figures are TFLOP/s of forward + backward at T 2048 on an H200, as PTX for compute_80,
+# or compute_86 where it is named. Nothing for sm_75 was measured.
+_TILES: Mapping[int, Sequence[Tile]] = {
     32: (
         Tile(
             64,
@@ -80,7 +56,15 @@ _SM80 = {
             "244, causal 211; 128x64 in 2 CTAs 216, 64x64 in 3 209, 128x128 with 8 warps 203",
             modifiers=PROBABILITY_MODIFIERS,
         ),
-        Tile(64, 64, 4, 2, "with the gradient of a bias 127; 64x128 with 8 warps 111"),
+        Tile(
+            64,
+            64,
+            4,
+            2,
+            "with the gradient of a bias 127; 64x128 with 8 warps 111. compute_86: 195; 64x128 171",
+        ),
+        Tile(64, 128, 8, 1, "57 KB of 64 KB"),
+        Tile(64, 64, 8, 1, "with a bias 128 keys need 73 KB"),
     ),
     64: (
         Tile(
@@ -100,10 +84,23 @@ _SM80 = {
             "with the gradient of a bias 189; 64x128 with 8 warps 179, 128x128 with one query tile "
             "179. With a soft cap at T 4096 246; 64x128 232",
         ),
+        Tile(
+            64,
+            64,
+            4,
+            2,
+            "compute_86: 253, causal 235, dropout 208; 64x128 with 8 warps 248, 223, 196",
+            query_buffers=1,
+        ),
+        Tile(64, 64, 8, 1, "with a bias two blocks need more than 99 KB"),
+        Tile(32, 64, 8, 1, "with a 32-bit bias 64 queries need 67 KB of 64 KB"),
     ),
     96: (
         Tile(64, 64, 4, 2, "277, causal 252; 64x128 with 8 warps 266, 239; 128x64 236"),
         Tile(64, 128, 8, 1, "with a 32-bit bias two blocks do not fit"),
+        Tile(64, 64, 8, 1, "76 KB of 99 KB"),
+        Tile(32, 32, 4, 2, "28 KB of 32 KB"),
+        Tile(32, 32, 4, 1, "with a bias two blocks need more than 64 KB"),
     ),
     128: (
         Tile(
@@ -116,9 +113,31 @@ _SM80 = {
             "without a bias, 292",
             spill_bytes=8,
         ),
-        Tile(64, 64, 8, 1, "with a 32-bit bias 128 keys need 178 KB"),
+        Tile(
+            64,
+            64,
+            8,
+            1,
+            "97 KB of 99 KB. compute_86: 231",
+            modifiers=modifiers("bias", "dropout"),
+        ),
+        Tile(
+            64,
+            64,
+            4,
+            1,
+            "compute_86: dropout 208, a bias 170; 8 warps 198, 32x64 with a bias 158",
+            query_buffers=1,
+            spill_bytes=8,
+        ),
+        Tile(32, 64, 8, 1, "56 KB of 64 KB"),
+        Tile(32, 32, 4, 1, "with a 32-bit bias 64 keys need 65 KB"),
     ),
-    192: (Tile(64, 64, 8, 1, "236; with one query tile 223"),),
+    192: (
+        Tile(64, 64, 8, 1, "236; with one query tile 223"),
+        Tile(32, 64, 8, 1, "92 KB of 99 KB"),
+        Tile(32, 32, 4, 1, "with a 32-bit bias 70 KB of 99 KB; 52 KB of 64 KB"),
+    ),
     256: (
         Tile(
             64,
@@ -130,51 +149,16 @@ _SM80 = {
             spill_bytes=8,
         ),
         Tile(32, 64, 8, 1, "120 KB of 163 KB, for sums that do not fit beside 64 query rows"),
+        # sm_75 has no tile: 32x32, the smallest that four warps can share, needs 68 KB.
+        Tile(32, 32, 4, 1, "84 KB of 99 KB"),
     ),
-}
-
-# Figures are TFLOP/s of forward + backward at T 2048 on an H200, as PTX for compute_86.
-_SM86 = {
-    32: (
-        Tile(64, 64, 4, 2, "195; 64x128 with 8 warps 171"),
-        Tile(64, 64, 4, 1, "with a 32-bit bias two blocks do not fit"),
-    ),
-    64: (
-        Tile(
-            64,
-            64,
-            4,
-            2,
-            "253, causal 235, dropout 208; 64x128 with 8 warps 248, 223, 196",
-            query_buffers=1,
-        ),
-        Tile(64, 64, 8, 1, "with a bias: 66 or 75 KB of 99 KB"),
-    ),
-    96: (Tile(64, 64, 8, 1, "76 KB of 99 KB; 128 keys would need 116 KB"),),
-    128: (
-        Tile(64, 64, 8, 1, "97 KB of 99 KB: 231", modifiers=modifiers("bias", "dropout")),
-        Tile(
-            64,
-            64,
-            4,
-            1,
-            "dropout 208, a bias 170 with its spills; 8 warps 198, 32x64 with a bias 158",
-            query_buffers=1,
-            spill_bytes=8,
-        ),
-        Tile(32, 64, 8, 1, "with a 32-bit bias"),
-    ),
-    192: (
-        Tile(32, 64, 8, 1, "92 KB of 99 KB; 64 query rows would need 136 KB"),
-        Tile(32, 32, 4, 1, "with a 32-bit bias: 70 KB of 99 KB"),
-    ),
-    256: (Tile(32, 32, 4, 1, "84 KB of 99 KB; 64 keys need 120 KB; 4 warps share 32x32"),),
 }
 
 _NO_SOFT_CAP = modifiers("a boolean mask", "soft cap")
 
-_SM90 = {
-    **_SM80,
+# With vector reductions and 227 KB.
+_TILES_SM90: Mapping[int, Sequence[Tile]] = {
+    **_TILES,
     128: (
         Tile(64, 128, 8, 1, "145 KB of 227 KB", modifiers=_NO_SOFT_CAP, masks=("none",)),
         Tile(
@@ -202,21 +186,28 @@ _SM90 = {
     ),
 }
 
-# Figures for f32 are TFLOP/s at T 8192 on an H200, with three TF32 products.
-_F32_64_SHORT = Tile(
-    32, 64, 4, 2, "forward+backward 62 without a spill, 3 blocks of 168 registers 63"
-)
-_F32_SM80 = {
+# Figures for f32 are TFLOP/s at T 8192 on an H200, with three TF32 products. Nothing was measured
+# for 99 KB.
+_TILES_F32: Mapping[int, Sequence[Tile]] = {
     32: (
-        Tile(64, 64, 4, 2, "73 KB: two blocks"),
-        Tile(32, 64, 4, 2, "with a bias 64 query rows leave room for one block"),
+        Tile(64, 64, 4, 2, "two blocks in 163 KB"),
+        Tile(32, 64, 4, 2, "two blocks in 99 KB, or with a bias"),
+        Tile(64, 64, 4, 1, "73 KB of 99 KB"),
     ),
-    64: (_F32_64_SHORT, Tile(32, 64, 4, 1, "with a bias two blocks do not fit")),
+    64: (
+        Tile(32, 64, 4, 2, "forward+backward 62 without a spill, 3 blocks of 168 registers 63"),
+        Tile(32, 64, 4, 1, "73 KB of 99 KB"),
+    ),
     96: (
         Tile(64, 64, 8, 1, "153 KB of 163 KB"),
         Tile(32, 64, 4, 1, "with a bias 64 query rows need 171 KB"),
+        Tile(32, 32, 4, 1, "68 KB of 99 KB"),
     ),
-    128: (Tile(32, 64, 8, 1, "128 KB of 163 KB; 64 query rows need 192 KB"),),
+    128: (
+        Tile(32, 64, 8, 1, "128 KB of 163 KB; 64 query rows need 192 KB"),
+        Tile(32, 32, 4, 1, "88 KB of 99 KB"),
+    ),
+    # No more columns with 99 KB: kernels for large head dims serve them.
     192: (
         Tile(
             32,
@@ -241,17 +232,8 @@ _F32_SM80 = {
     ),
 }
 
-_F32_SM86 = {
-    32: (Tile(64, 64, 4, 1, "73 KB of 99 KB"),),
-    64: (Tile(32, 64, 4, 1, "73 KB of 99 KB; 64 query rows need 113 KB"),),
-    96: (Tile(32, 32, 4, 1, "68 KB of 99 KB; 64 keys need 100 KB"),),
-    128: (Tile(32, 32, 4, 1, "88 KB of 99 KB"),),
-    # No more columns: four warps need 32x32 scores, and those need 104 KB at 192 columns. Kernels
-    # for large head dims serve them.
-}
-
-_F32_SM90 = {
-    **_F32_SM80,
+_TILES_F32_SM90: Mapping[int, Sequence[Tile]] = {
+    **_TILES_F32,
     64: (
         Tile(
             64,
@@ -262,7 +244,7 @@ _F32_SM90 = {
             modifiers=(),
             spill_bytes=40,
         ),
-        _F32_64_SHORT,
+        *_TILES_F32[64],
     ),
     128: (
         Tile(64, 64, 8, 1, "forward+backward 62; 32x64 59, 32x32 in 2 blocks 60", modifiers=()),
@@ -294,14 +276,6 @@ _F32_SM90 = {
     ),
 }
 
-_TILES: MmaTables = {
-    gpu.SM75: _SM75,
-    gpu.SM80: _SM80,
-    gpu.SM86: _SM86,
-    gpu.SM90: _SM90,
-}
-_TILES_F32: MmaTables = {gpu.SM80: _F32_SM80, gpu.SM86: _F32_SM86, gpu.SM90: _F32_SM90}
-
 
 class FmhaBwdSm80(MmaBackward):
     """The mma.sync backward."""
@@ -309,8 +283,17 @@ class FmhaBwdSm80(MmaBackward):
     stem = "sm80/backward"
     sums_function_gradients = True
     class_name = "FmhaBackwardSm80"
-    tiles = _TILES
-    tiles_f32 = _TILES_F32
+
+    def configure(self, problem: Problem, own: Gpu, dim: int) -> Iterator[Tile]:
+        """Without asynchronous copies nothing is prefetched, so one query tile is enough."""
+        is_f32, has_most = problem.dtype in F32_DTYPES, own is gpu.SM90
+        if is_f32:
+            tiles = _TILES_F32_SM90 if has_most else _TILES_F32
+        else:
+            tiles = _TILES_SM90 if has_most else _TILES
+        for tile in tiles[dim]:
+            buffers = tile.query_buffers if own.async_copies else 1
+            yield dataclasses.replace(tile, query_buffers=buffers)
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from jax_memeff.codegen import gpu, shared_memory
@@ -23,7 +24,7 @@ from jax_memeff.codegen.kernels.common.base import (
     stage,
 )
 from jax_memeff.codegen.launch import BlockMask, EntryPoint, Grid
-from jax_memeff.codegen.problem import F32_DTYPES, Problem
+from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import Kernel, KernelSpec, Row
 from jax_memeff.codegen.strategy import Strategy
 
@@ -49,29 +50,25 @@ class MmaTile:
     """Whether a backward adds four floats at a time to sums in global memory."""
 
 
-MmaTables = Mapping[Gpu, Mapping[int, Sequence[MmaTile]]]
-"""Rows by GPU and the larger of the two padded head dims; those of one entry are tried in order."""
-
-
 class MmaKernel(Kernel):
-    """An mma.sync kernel, for every architecture from sm_75 on.
-
-    Tiles are looked up by GPU and by the larger of the two padded head dims. f32 takes twice the
-    shared memory of 16-bit elements, so it has its own tables.
-    """
+    """An mma.sync kernel, for every architecture from sm_75 on."""
 
     family = "sm80"
-    tiles: ClassVar[MmaTables]
-    tiles_f32: ClassVar[MmaTables]
     dims: ClassVar[tuple[tuple[int, int], ...]] = tuple(itertools.product(PADDED_DIMS, PADDED_DIMS))
     warp_rows: ClassVar[tuple[int, ...]] = (16, 32)
     """How many rows of a product a warp may own."""
 
+    @abc.abstractmethod
+    def configure(self, problem: Problem, own: Gpu, dim: int) -> Iterable[MmaTile]:
+        """Tiles for a problem on a GPU, the fastest first; ``dim`` is the larger of the two padded
+        head dims. The first whose shared memory fits the GPU and whose registers suffice for the
+        features of the problem is chosen. They do not depend on sizes, which are run-time values.
+        """
+
     def rows(self, problem: Problem) -> Iterator[Row]:
-        tables = self.tiles_f32 if problem.dtype in F32_DTYPES else self.tiles
-        table = tables.get(gpu.of(problem.arch), {})
+        own = gpu.of(problem.arch)
         for padded in self.dims:
-            for tile in table.get(max(padded), ()):
+            for tile in self.configure(problem, own, max(padded)):
                 yield Row(*padded, tile)
 
     def threads(self, spec: KernelSpec) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.gpu import Gpu
 from jax_memeff.codegen.kernels.common.base import modifiers, query_tile_grid
-from jax_memeff.codegen.kernels.sm80.base import MmaKernel, MmaTables, MmaTile
+from jax_memeff.codegen.kernels.sm80.base import MmaKernel, MmaTile
 from jax_memeff.codegen.launch import EntryPoint, Workspace
+from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
 
@@ -23,52 +25,30 @@ class Tile(MmaTile):
     accumulators of scores and output leave no registers for them."""
 
 
-# sm_75 has no cp.async: copies pass through registers, and a warp waits for its own copies. So two
-# CTAs share an SM if they fit, or a CTA has eight warps, and these hide each other's waits. For the
-# same reason nothing is prefetched. With 1024 threads per SM a thread would have 64 registers; the
-# 256 threads of these rows have all that a thread can address. Nothing for sm_75 was measured.
-_SM75 = {
-    32: (
-        Tile(128, 64, 4, 2, "16 KB"),
-        Tile(128, 32, 4, 2, "with a bias 64 keys leave room for one block"),
-    ),
-    64: (
-        Tile(128, 64, 4, 2, "32 KB: two blocks"),
-        Tile(64, 32, 4, 2, "with a bias 64 keys leave room for one block"),
-    ),
-    96: (
-        Tile(64, 32, 4, 2, "24 KB: two blocks"),
-        Tile(64, 32, 4, 1, "with a 32-bit bias two blocks do not fit"),
-    ),
-    128: (
-        Tile(64, 32, 4, 2, "32 KB: two blocks"),
-        Tile(128, 32, 8, 1, "with a bias two blocks do not fit"),
-        Tile(64, 32, 4, 1, "with a 32-bit bias 128 queries need 68 KB"),
-    ),
-    192: (Tile(64, 32, 4, 1, "48 KB; 128 queries leave room for 16 keys"),),
-    256: (
-        Tile(64, 32, 4, 1, "64 KB, all there is"),
-        Tile(64, 16, 4, 1, "with a bias 32 keys need 68 KB"),
-    ),
-}
-
+# Tiles by padded head dim. Two CTAs hide each other's softmax, and four warps with 32 rows each read
+# shared memory less often than eight with 16. Figures are TFLOP/s at T 2048 on an H200: with bias
+# as built for sm_90, others as PTX for compute_80, or compute_86 where it is named. Nothing for
+# sm_75 was measured.
 _64 = (
-    Tile(128, 128, 4, 2, "48 KB: two blocks per SM everywhere", modifiers=()),
     Tile(
         128,
-        64,
+        128,
         4,
         2,
-        "half the score accumulators: with 128 keys soft cap, bias and random bits spill",
+        "343 as built for sm_90, 128x64 297. With soft cap, bias or random bits it spills",
+        modifiers=(),
     ),
+    Tile(128, 64, 4, 2, "half the score accumulators"),
+    Tile(128, 32, 4, 2, "with a bias two blocks fit in 99 KB"),
+    Tile(64, 32, 4, 2, "with a bias two blocks fit in 64 KB"),
 )
-# Figures are TFLOP/s at T 2048 on an H200, as PTX for compute_80 or compute_86.
-_SM80 = {
+_TILES: Mapping[int, Sequence[Tile]] = {
     32: _64,
     64: _64,
     96: (
-        Tile(128, 64, 4, 2, "54 KB: two blocks per SM; spills unless staged", stage_registers=True),
-        Tile(64, 64, 4, 2, "54 KB with a 32-bit bias"),
+        Tile(128, 64, 4, 2, "spills unless staged", stage_registers=True),
+        Tile(128, 32, 4, 2, "two blocks in 99 KB"),
+        Tile(64, 32, 4, 2, "two blocks in 64 KB"),
     ),
     128: (
         Tile(
@@ -76,126 +56,58 @@ _SM80 = {
             64,
             4,
             2,
-            "70 KB: two blocks; spills unless staged; with bias 260 TFLOP/s, 64x64 213, at T 2048 "
-            "on an H200",
+            "spills unless staged; with bias 260, 64x64 213. A boolean mask spills",
             modifiers=modifiers("a boolean mask"),
             stage_registers=True,
         ),
-        Tile(64, 64, 4, 2, "half the accumulators: with 128 queries a boolean mask spills"),
+        Tile(128, 32, 4, 2, "313 as built for sm_90, 64x64 296; two blocks in 99 KB"),
+        Tile(64, 32, 4, 2, "two blocks in 64 KB"),
     ),
     192: (
-        Tile(64, 64, 4, 2, "311 TFLOP/s; 128x32 with 8 warps 307, 128x64 in one block 267"),
-        Tile(64, 32, 4, 2, "with a 32-bit bias two blocks of 64 keys do not fit"),
+        Tile(64, 64, 4, 2, "311; 128x32 with 8 warps 307, 128x64 in one block 267"),
+        Tile(64, 32, 4, 2, "compute_86: 260; 64x64 in one block 228"),
     ),
     256: (
-        Tile(
-            128,
-            64,
-            8,
-            1,
-            "282 TFLOP/s, causal 264; 64x32 in two blocks 274, 253",
-            modifiers=(),
-            masks=("none", "causal"),
-        ),
+        Tile(64, 64, 4, 2, "soft cap spills", modifiers=()),
         Tile(
             64,
             32,
             4,
             2,
-            "with dropout 249 TFLOP/s, a bias 262, a window of 128 118; 128x32 in one block 226, "
-            "231, 102. With 64 keys soft cap spills",
+            "with dropout 249, a bias 262, a window of 128 118; 128x32 in one block 226, 231, 102",
         ),
+        Tile(64, 16, 4, 1, "with a bias 32 keys need 68 KB"),
     ),
 }
-
-_SM86 = {
-    32: (*_64, Tile(128, 32, 4, 2, "with a bias: two blocks in 100 KB")),
-    64: (*_64, Tile(128, 32, 4, 2, "with a bias: two blocks in 100 KB")),
-    96: (
-        Tile(128, 32, 4, 2, "36 KB: the short key tile keeps two blocks in 100 KB"),
-        Tile(64, 32, 4, 2, "with a 32-bit bias: two blocks in 100 KB"),
-    ),
-    128: (
-        Tile(128, 32, 4, 2, "48 KB: the short key tile keeps two blocks in 100 KB"),
-        Tile(64, 32, 4, 2, "with a bias: two blocks in 100 KB"),
-    ),
-    192: (
-        Tile(64, 32, 4, 2, "260 TFLOP/s; 64x64 in one block 228"),
-        Tile(64, 32, 4, 1, "with a bias two blocks do not fit"),
-    ),
-    256: (
-        Tile(64, 64, 4, 1, "96 KB of 99 KB", modifiers=()),
-        Tile(64, 32, 4, 1, "with 64 keys soft cap spills"),
-    ),
-}
-
-_SM90 = {
-    **_SM80,
-    256: (
-        Tile(64, 64, 4, 2, "96 KB: two blocks hide each other's softmax", modifiers=()),
-        Tile(64, 32, 4, 2, "with 64 keys soft cap spills"),
-    ),
-}
+_SM80_256 = Tile(
+    128,
+    64,
+    8,
+    1,
+    "282, causal 264; 64x32 in two blocks 274, 253",
+    modifiers=(),
+    masks=("none", "causal"),
+)
 
 # Figures for f32 are TFLOP/s at T 8192 on an H200, with three TF32 products.
-_F32 = {
+_TILES_F32: Mapping[int, Sequence[Tile]] = {
     32: (
-        Tile(128, 64, 4, 2, "32 KB: two blocks everywhere", modifiers=()),
-        Tile(128, 32, 4, 2, "with 64 keys all modifiers together spill 76 bytes"),
+        Tile(128, 64, 4, 2, "with all modifiers together it spills 76 bytes", modifiers=()),
+        Tile(128, 32, 4, 2, "half the score accumulators"),
     ),
-    64: (Tile(128, 32, 4, 2, "67 without a spill; 64 keys spill 460 bytes, 66"),),
-    96: (Tile(64, 32, 4, 2, "48 KB: two blocks everywhere; 128 queries spill 100 bytes"),),
-    128: (Tile(64, 32, 4, 2, "64 KB: two blocks; 128 queries spill 196 bytes"),),
-    192: (
-        Tile(
-            64,
-            16,
-            4,
-            2,
-            "76 KB: two blocks; random bits and bias spill unless staged",
-            stage_registers=True,
-        ),
+    64: (
+        Tile(128, 32, 4, 2, "67 without a spill; 64 keys spill 460 bytes, 66"),
+        Tile(64, 32, 4, 2, "with a bias two blocks fit in 99 KB"),
     ),
-    256: (Tile(64, 16, 4, 2, "100 KB: two blocks; spills unless staged", stage_registers=True),),
-}
-
-_F32_SM80 = {
-    **_F32,
-    192: (
-        *_F32[192],
-        Tile(64, 16, 4, 1, "with a bias two blocks do not fit", stage_registers=True),
-    ),
-    256: (Tile(64, 16, 4, 1, "100 KB; spills unless staged", stage_registers=True),),
-}
-
-_F32_SM86 = {
-    **_F32,
-    64: (*_F32[64], Tile(64, 32, 4, 2, "with a bias 128 queries leave room for one block")),
-    96: (*_F32[96], Tile(64, 32, 4, 1, "with a bias two blocks do not fit")),
-    128: (Tile(64, 32, 4, 1, "64 KB of 99 KB"),),
-    192: (
-        Tile(
-            64,
-            16,
-            4,
-            1,
-            "76 KB of 99 KB; random bits and bias spill unless staged",
-            stage_registers=True,
-        ),
-    ),
+    96: (Tile(64, 32, 4, 2, "128 queries spill 100 bytes"),),
+    128: (Tile(64, 32, 4, 2, "128 queries spill 196 bytes"),),
+    192: (Tile(64, 16, 4, 2, "random bits and bias spill unless staged", stage_registers=True),),
     256: (
+        Tile(64, 16, 4, 2, "spills unless staged", stage_registers=True),
         Tile(64, 16, 4, 1, "96 KB of 99 KB, which leaves no room to stage", spill_bytes=32),
         Tile(32, 16, 2, 1, "with a bias 64 queries need 102 KB"),
     ),
 }
-
-_TILES: MmaTables = {
-    gpu.SM75: _SM75,
-    gpu.SM80: _SM80,
-    gpu.SM86: _SM86,
-    gpu.SM90: _SM90,
-}
-_TILES_F32: MmaTables = {gpu.SM80: _F32_SM80, gpu.SM86: _F32_SM86, gpu.SM90: _F32}
 
 
 class FmhaFwdSm80(MmaKernel):
@@ -205,8 +117,22 @@ class FmhaFwdSm80(MmaKernel):
     direction = "forward"
     class_name = "FmhaForwardSm80"
     reads_pages = True
-    tiles = _TILES
-    tiles_f32 = _TILES_F32
+
+    def configure(self, problem: Problem, own: Gpu, dim: int) -> Iterator[Tile]:
+        """Each tile twice on an SM before any of them once. Alone, a CTA of 128 rows has eight
+        warps, which hide each other's waits.
+        """
+        if problem.dtype in F32_DTYPES:
+            tiles = _TILES_F32[dim]
+        else:
+            tiles = _TILES[dim]
+            if own is gpu.SM80 and dim == 256:
+                yield _SM80_256
+        yield from (tile for tile in tiles if tile.blocks_per_sm == 2)
+        for tile in tiles:
+            yield dataclasses.replace(
+                tile, blocks_per_sm=1, warps=max(tile.warps, tile.query // 16)
+            )
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """One tile each of query, key, value and bias, which the output overwrites at the end."""

@@ -10,72 +10,56 @@ from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features import FUNCTIONS
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.kernels.common.base import LARGE_DIM, bias_tile_grid, key_tile_grid, stage
+from jax_memeff.codegen.gpu import Gpu
+from jax_memeff.codegen.kernels.common.base import bias_tile_grid, key_tile_grid, stage
 from jax_memeff.codegen.kernels.sm80.backward import captured_sum_bytes
 from jax_memeff.codegen.kernels.sm80.base import (
     LargeDimKernel,
     LargeDimTile,
     MmaBackward,
-    MmaTables,
     column_step_buffers,
     large_dim_tile,
 )
 from jax_memeff.codegen.launch import EntryPoint, Workspace
+from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes, round_up
 from jax_memeff.codegen.spec import KernelSpec
 
-_SMALL = LargeDimTile(
-    64,
-    128,
-    8,
-    1,
-    "97 KB; modifiers spill pointers between products, with 128 queries up to 900 bytes",
-    chunk=256,
-    spill_bytes=24,
+_TILES = (
+    LargeDimTile(
+        128,
+        128,
+        8,
+        1,
+        "130 KB of 163 KB: square, because S and dP read both operands",
+        modifiers=(),
+        chunk=256,
+        spill_bytes=24,
+    ),
+    LargeDimTile(
+        64,
+        128,
+        8,
+        1,
+        "97 KB; modifiers spill pointers between products, with 128 queries up to 900 bytes",
+        chunk=256,
+        spill_bytes=24,
+    ),
+    LargeDimTile(64, 64, 8, 1, "49 KB of 64 KB", chunk=128),
 )
-_SM80 = {
-    LARGE_DIM: (
-        LargeDimTile(
-            128,
-            128,
-            8,
-            1,
-            "130 KB of 163 KB: square, because S and dP read both operands",
-            modifiers=(),
-            chunk=256,
-            spill_bytes=24,
-        ),
-        _SMALL,
-    )
-}
-_F32 = {
-    LARGE_DIM: (
-        LargeDimTile(
-            64,
-            128,
-            8,
-            1,
-            "113 KB; if a vmap broadcasts, pointers spill between products; with 128 queries "
-            "modifiers spill up to 220 bytes",
-            chunk=128,
-            spill_bytes=12,
-        ),
-    )
-}
-
-_TILES: MmaTables = {
-    gpu.SM75: {LARGE_DIM: (LargeDimTile(64, 64, 8, 1, "49 KB", chunk=128),)},
-    gpu.SM80: _SM80,
-    gpu.SM86: {LARGE_DIM: (_SMALL,)},
-    gpu.SM90: _SM80,
-}
-_TILES_F32: MmaTables = {
-    gpu.SM80: _F32,
-    gpu.SM86: {
-        LARGE_DIM: (LargeDimTile(64, 64, 8, 1, "65 KB of 99 KB; 128 keys need 113 KB", chunk=128),)
-    },
-    gpu.SM90: _F32,
-}
+_TILES_F32 = (
+    LargeDimTile(
+        64,
+        128,
+        8,
+        1,
+        "113 KB; if a vmap broadcasts, pointers spill between products; with 128 queries modifiers "
+        "spill up to 220 bytes",
+        chunk=128,
+        spill_bytes=12,
+    ),
+    LargeDimTile(64, 64, 8, 1, "65 KB of 99 KB", chunk=128),
+)
 
 
 class FmhaBwdLargeDimSm80(MmaBackward, LargeDimKernel):
@@ -86,8 +70,9 @@ class FmhaBwdLargeDimSm80(MmaBackward, LargeDimKernel):
     class_name = "FmhaBackwardLargeDim"
     """Each of its entry points appends its own name."""
     owns_outputs = True
-    tiles = _TILES
-    tiles_f32 = _TILES_F32
+
+    def configure(self, problem: Problem, own: Gpu, dim: int) -> tuple[LargeDimTile, ...]:
+        return _TILES_F32 if problem.dtype in F32_DTYPES else _TILES
 
     def strips_of_sums(self, arch: str) -> int:
         """0 on GPUs with 64 or 99 KB of shared memory, which the tiles fill."""

@@ -4,21 +4,19 @@ columns of the operands in steps, and those of the output in chunks.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
-from jax_memeff.codegen import gpu
 from jax_memeff.codegen.features import PAGES
-from jax_memeff.codegen.kernels.common.base import LARGE_DIM, query_tile_grid
+from jax_memeff.codegen.gpu import Gpu
+from jax_memeff.codegen.kernels.common.base import query_tile_grid
 from jax_memeff.codegen.kernels.sm80.base import (
     LargeDimKernel,
     LargeDimTile,
-    MmaTables,
     column_step_buffers,
     large_dim_tile,
 )
 from jax_memeff.codegen.launch import EntryPoint, Workspace
-from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes, round_up
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import Strategy
@@ -26,61 +24,50 @@ from jax_memeff.codegen.strategy import Strategy
 # ``kLongSumColumns`` of ffi/include/memeff/params.h.
 _LONG_SUM_COLUMNS = 8192
 
-
-_SMALL = LargeDimTile(
-    128,
-    128,
-    8,
-    1,
-    "98 KB; half the score accumulators, because modifiers need registers",
-    chunk=256,
-    spill_bytes=16,
+_TILES = (
+    LargeDimTile(
+        128,
+        256,
+        8,
+        1,
+        "162 KB: 256 keys halve the passes over the sums of out; a window spills 28 bytes",
+        modifiers=(),
+        chunk=256,
+        spill_bytes=28,
+    ),
+    LargeDimTile(
+        128,
+        128,
+        8,
+        1,
+        "with a soft cap 256 columns spill 68 bytes; on an H200 these take 0.98 of the time at "
+        "head dim 1032, 1.10 at 2048",
+        modifiers=("soft cap",),
+        chunk=128,
+    ),
+    LargeDimTile(
+        128,
+        128,
+        8,
+        1,
+        "98 KB; half the score accumulators, because modifiers need registers",
+        chunk=256,
+        spill_bytes=16,
+    ),
+    LargeDimTile(64, 64, 8, 1, "41 KB of 64 KB; 128 keys need 65 KB", chunk=128),
 )
-_SOFT_CAP = dataclasses.replace(
-    _SMALL,
-    reason="with a soft cap 256 columns spill 68 bytes; on an H200 these take 0.98 of the "
-    "time at head dim 1032, 1.10 at 2048",
-    modifiers=("soft cap",),
-    chunk=128,
-    spill_bytes=0,
+_TILES_F32 = (
+    LargeDimTile(
+        128,
+        128,
+        8,
+        1,
+        "130 KB; chunks of 256 columns spill 48 bytes, these 4 with row maxima",
+        chunk=128,
+        spill_bytes=4,
+    ),
+    LargeDimTile(128, 64, 8, 1, "82 KB of 99 KB", chunk=128),
 )
-_LONG = LargeDimTile(
-    128,
-    256,
-    8,
-    1,
-    "162 KB: 256 keys halve the passes over the sums of out; a window spills 28 bytes",
-    modifiers=(),
-    chunk=256,
-    spill_bytes=28,
-)
-_F32 = {
-    LARGE_DIM: (
-        LargeDimTile(
-            128,
-            128,
-            8,
-            1,
-            "130 KB; chunks of 256 columns spill 48 bytes, these 4 with row maxima",
-            chunk=128,
-            spill_bytes=4,
-        ),
-    )
-}
-
-_TILES: MmaTables = {
-    gpu.SM75: {LARGE_DIM: (LargeDimTile(64, 64, 8, 1, "41 KB; 128 keys need 65 KB", chunk=128),)},
-    gpu.SM80: {LARGE_DIM: (_LONG, _SMALL)},
-    gpu.SM86: {LARGE_DIM: (_SMALL,)},
-    gpu.SM90: {LARGE_DIM: (_LONG, _SOFT_CAP, _SMALL)},
-}
-_TILES_F32: MmaTables = {
-    gpu.SM80: _F32,
-    gpu.SM86: {
-        LARGE_DIM: (LargeDimTile(128, 64, 8, 1, "82 KB of 99 KB; 128 keys need 130 KB", chunk=128),)
-    },
-    gpu.SM90: _F32,
-}
 
 
 class FmhaFwdLargeDimSm80(LargeDimKernel):
@@ -90,8 +77,9 @@ class FmhaFwdLargeDimSm80(LargeDimKernel):
     direction = "forward"
     class_name = "FmhaForwardLargeDimSm80"
     reads_pages = True
-    tiles = _TILES
-    tiles_f32 = _TILES_F32
+
+    def configure(self, problem: Problem, own: Gpu, dim: int) -> tuple[LargeDimTile, ...]:
+        return _TILES_F32 if problem.dtype in F32_DTYPES else _TILES
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax_memeff.codegen import gpu, shared_memory, strategy
 from jax_memeff.codegen.features import FUNCTIONS, PAGES, VARLEN, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.gpu import Gpu
 from jax_memeff.codegen.kernels.common.base import packed_row_tiles, query_tiles, stage
-from jax_memeff.codegen.kernels.sm80.base import MmaKernel, MmaTables, MmaTile
+from jax_memeff.codegen.kernels.sm80.base import MmaKernel, MmaTile
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes
@@ -22,7 +23,7 @@ from jax_memeff.codegen.strategy import Strategy
 
 @dataclasses.dataclass(frozen=True)
 class Tile(MmaTile):
-    """A row of the tables below."""
+    """The tile of a CTA, and how its warps divide it."""
 
     key_warps: int = 1
     """The number of warps, or groups of warps, that divide the keys of a tile."""
@@ -30,261 +31,100 @@ class Tile(MmaTile):
     """The stages of keys and values in shared memory."""
 
 
-def _split(
-    query: int,
-    key: int,
-    warps: int,
-    blocks: int,
-    key_warps: int,
-    stages: int,
-    reason: str,
-) -> Tile:
-    return Tile(query, key, warps, blocks, reason, key_warps=key_warps, stages=stages)
-
-
-# Nothing for sm_75 was measured: see sm80/forward.py.
-_SM75 = {
-    32: (
-        _split(16, 128, 4, 1, 4, 2, "33 KB"),
-        _split(64, 128, 4, 1, 2, 2, "36 KB"),
-    ),
+_FLOAT8_SM90: Mapping[int, Sequence[Tile]] = {
     64: (
-        _split(16, 64, 4, 1, 4, 2, "34 KB; 128 keys need 66 KB"),
-        _split(64, 64, 4, 1, 2, 2, "40 KB"),
-    ),
-    96: (
-        _split(16, 64, 4, 1, 4, 2, "51 KB"),
-        _split(64, 64, 4, 1, 2, 2, "60 KB"),
+        Tile(16, 256, 8, 1, "162 KB of 227 KB", key_warps=8, stages=5),
+        Tile(64, 128, 4, 2, "56 KB: two blocks per SM", key_warps=2, stages=3),
     ),
     128: (
-        _split(16, 32, 2, 1, 2, 2, "36 KB; 64 keys need 68 KB"),
-        _split(64, 32, 8, 1, 2, 2, "48 KB; with 4 warps 32 rows each spill"),
+        Tile(16, 256, 8, 1, "196 KB of 227 KB", key_warps=8, stages=3),
+        Tile(64, 64, 4, 2, "80 KB: two blocks per SM", modifiers=(), key_warps=2, stages=4),
+        Tile(64, 64, 8, 1, "80 KB; for modifiers, as with 16 bits", key_warps=2, stages=4),
     ),
     192: (
-        _split(16, 32, 2, 1, 2, 2, "54 KB"),
-        _split(64, 16, 4, 1, 1, 2, "48 KB"),
+        Tile(16, 128, 8, 1, "198 KB of 227 KB", key_warps=8, stages=4),
+        Tile(64, 64, 8, 1, "120 KB of 227 KB", key_warps=2, stages=4),
     ),
     256: (
-        _split(64, 16, 4, 1, 1, 2, "64 KB, all there is, and 16 rows need no less for two warps"),
+        Tile(16, 128, 8, 1, "200 KB of 227 KB", key_warps=8, stages=3),
+        Tile(64, 64, 8, 1, "160 KB of 227 KB", key_warps=2, stages=4),
     ),
 }
+"""Tiles of a float8 pool with 227 KB, by padded head dim. At head dim 128 and 128 keys a CTA of
+four warps alone on its SM took 1.17 us for a tile on an H200 (3.6 TB/s), because its warps wait for
+their own instructions. The launcher often starts one CTA per SM, which is enough to saturate
+memory, so a CTA has eight warps."""
 
-# If each warp has its own keys, no warp waits for another; 64 rows need the registers of two warps.
-# About 64 KB of copies in flight per SM hide the memory latency.
-_16x128 = _split(16, 128, 4, 2, 4, 3, "hd 64: 4.3 TB/s on an H200, as with 3 or 4 blocks")
-_16x64 = _split(16, 64, 4, 2, 4, 3, "hd 128: 4.46 TB/s on an H200; 2 stages 4.06")
-_64x128 = _split(64, 128, 4, 2, 2, 2, "hd 64: 134 us for T 32 of S 4096 on an H200, 64x256 154")
-# For a few draft tokens: every warp has all rows, so no other warp reads its keys from shared
-# memory, and fewer rows are padding. Not measured.
-_32x128 = _split(32, 128, 4, 2, 4, 3, "hd 64: 98 KB for each of two blocks")
-_32x64 = _split(32, 64, 4, 2, 4, 3, "hd 128: 104 KB for each of two blocks")
-_64x64 = (
-    dataclasses.replace(
-        _split(64, 64, 4, 2, 2, 3, "hd 128: 4.28 TB/s on an H200, 8 warps 3.71"), modifiers=()
-    ),
-    _split(64, 64, 8, 1, 2, 3, "with 4 warps soft cap, bias and random bits spill"),
-)
-
-# Times are of decode steps with 32 query and 8 key heads on an H200, as PTX for compute_80.
-_SM80 = {
-    32: (_16x128, _64x128),
-    64: (
-        _split(16, 128, 4, 1, 4, 4, "B 16, S 8192: 63 us; two blocks with 2 stages 71"),
-        _64x128,
-    ),
-    96: (_16x64, _split(64, 64, 4, 1, 2, 3, "84 KB of 163 KB")),
-    128: (
-        _split(
-            16,
-            64,
-            4,
-            1,
-            4,
-            4,
-            "B 16, S 8192: 123 us, B 1, S 32768: 36.5; two blocks with 2 stages 133, 39.5; 16x128 "
-            "with 8 warps 121, 37.3",
-        ),
-        _split(64, 64, 4, 1, 2, 3, "112 KB of 163 KB"),
-    ),
-    192: (
-        _split(16, 64, 4, 1, 4, 3, "150 KB of 163 KB"),
-        _split(64, 64, 8, 1, 2, 2, "120 KB of 163 KB"),
-    ),
-    256: (
-        _split(16, 64, 4, 1, 4, 2, "136 KB of 163 KB"),
-        _split(64, 64, 8, 1, 2, 2, "160 KB of 163 KB"),
-    ),
-}
-
-_SM86 = {
-    32: (
-        _split(16, 128, 4, 1, 4, 3, "49 KB of 99 KB"),
-        _split(64, 128, 4, 1, 2, 2, "36 KB of 99 KB"),
-    ),
-    64: (
-        _split(16, 128, 4, 1, 4, 2, "66 KB of 99 KB"),
-        _split(64, 128, 4, 1, 2, 2, "72 KB of 99 KB"),
-    ),
-    96: (
-        _split(16, 64, 4, 1, 4, 3, "75 KB of 99 KB"),
-        _split(64, 64, 4, 1, 2, 3, "84 KB of 99 KB"),
-    ),
-    128: (
-        _split(16, 64, 4, 1, 4, 2, "68 KB of 99 KB"),
-        _split(64, 64, 4, 1, 2, 2, "80 KB of 99 KB"),
-    ),
-    192: (
-        _split(16, 32, 2, 1, 2, 3, "78 KB of 99 KB; with 64 keys two stages need 102 KB"),
-        _split(64, 32, 8, 1, 2, 2, "72 KB of 99 KB"),
-    ),
-    256: (
-        _split(16, 32, 2, 1, 2, 2, "72 KB of 99 KB"),
-        _split(64, 32, 8, 1, 2, 2, "96 KB of 99 KB"),
-    ),
-}
-
-_SM90 = {
-    32: (_16x128, _32x128, _64x128),
-    64: (_16x128, _32x128, _64x128),
-    96: (_16x64, _32x64, *_64x64),
-    128: (_16x64, _32x64, *_64x64),
-    192: (
-        _split(16, 64, 4, 1, 4, 4, "198 KB of 227 KB"),
-        _split(64, 64, 8, 1, 2, 3, "168 KB of 227 KB; with 4 warps 32 rows each spill"),
-    ),
-    256: (
-        _split(16, 64, 4, 1, 4, 3, "4.5 TB/s on an H200, as with 2 stages"),
-        _split(64, 64, 8, 1, 2, 3, "224 KB of 227 KB; with 4 warps 32 rows each spill"),
-    ),
-}
-
-TILES: MmaTables = {
-    gpu.SM75: _SM75,
-    gpu.SM80: _SM80,
-    gpu.SM86: _SM86,
-    gpu.SM90: _SM90,
-}
-TILES_F32: MmaTables = {}
-
-# A tile of float8 keys and values has half the bytes, and its columns are multiples of 64 bytes.
-# Nothing for GPUs other than sm_90 was measured.
-_SM75_FLOAT8 = {
-    64: (
-        _split(16, 128, 4, 1, 4, 2, "34 KB"),
-        _split(64, 128, 4, 1, 2, 2, "40 KB"),
-    ),
-    128: (
-        _split(16, 64, 4, 1, 4, 2, "36 KB"),
-        _split(64, 32, 8, 1, 2, 2, "32 KB"),
-    ),
-    192: (
-        _split(16, 64, 4, 1, 4, 2, "54 KB"),
-        _split(64, 16, 4, 1, 1, 2, "36 KB"),
-    ),
-    256: (_split(64, 16, 4, 1, 1, 2, "48 KB"),),
-}
-
-_SM80_FLOAT8 = {
-    64: (
-        _split(16, 128, 4, 2, 4, 3, "50 KB: two blocks per SM"),
-        _split(64, 128, 4, 2, 2, 2, "40 KB: two blocks per SM"),
-    ),
-    128: (
-        _split(16, 128, 4, 2, 4, 2, "68 KB: two blocks per SM"),
-        _split(64, 64, 4, 1, 2, 4, "80 KB of 163 KB"),
-    ),
-    192: (
-        _split(16, 64, 4, 2, 4, 3, "78 KB: two blocks per SM"),
-        _split(64, 64, 8, 1, 2, 3, "96 KB of 163 KB"),
-    ),
-    256: (
-        _split(16, 64, 4, 2, 4, 2, "72 KB: two blocks per SM"),
-        _split(64, 64, 8, 1, 2, 3, "128 KB of 163 KB"),
-    ),
-}
-
-_SM86_FLOAT8 = {
-    64: (
-        _split(16, 128, 4, 1, 4, 3, "50 KB of 99 KB"),
-        _split(64, 128, 4, 1, 2, 2, "40 KB of 99 KB"),
-    ),
-    128: (
-        _split(16, 128, 4, 1, 4, 2, "68 KB of 99 KB"),
-        _split(64, 64, 4, 1, 2, 3, "64 KB of 99 KB"),
-    ),
-    192: (
-        _split(16, 64, 4, 1, 4, 3, "78 KB of 99 KB"),
-        _split(64, 32, 8, 1, 2, 3, "60 KB of 99 KB"),
-    ),
-    256: (
-        _split(16, 64, 4, 1, 4, 2, "72 KB of 99 KB"),
-        _split(64, 32, 8, 1, 2, 2, "64 KB of 99 KB"),
-    ),
-}
-
-# At head dim 128 and 128 keys a CTA of four warps alone on its SM took 1.17 us for a tile on an
-# H200 (3.6 TB/s), because its warps wait for their own instructions. The launcher often starts one
-# CTA per SM, which is enough to saturate memory, so a CTA has eight warps.
-_SM90_FLOAT8 = {
-    64: (
-        _split(16, 256, 8, 1, 8, 5, "162 KB of 227 KB"),
-        _split(64, 128, 4, 2, 2, 3, "56 KB: two blocks per SM"),
-    ),
-    128: (
-        _split(16, 256, 8, 1, 8, 3, "196 KB of 227 KB"),
-        dataclasses.replace(_split(64, 64, 4, 2, 2, 4, "80 KB: two blocks per SM"), modifiers=()),
-        _split(64, 64, 8, 1, 2, 4, "80 KB; for modifiers, as with 16 bits"),
-    ),
-    192: (
-        _split(16, 128, 8, 1, 8, 4, "198 KB of 227 KB"),
-        _split(64, 64, 8, 1, 2, 4, "120 KB of 227 KB"),
-    ),
-    256: (
-        _split(16, 128, 8, 1, 8, 3, "200 KB of 227 KB"),
-        _split(64, 64, 8, 1, 2, 4, "160 KB of 227 KB"),
-    ),
-}
-
-# Batch-invariant results, by padded dim: keys of a KV block, CTAs per SM, stages. A warp has its
-# own rows and all keys, so outputs of a segment need no merge. Above head dim 128 the sum of the
-# segments, which is used once per 256 keys, spills.
-_INVARIANT_SIZES = {
-    gpu.SM75: {32: (128, 1, 2), 64: (64, 1, 2), 96: (64, 1, 2), 128: (32, 1, 2)}
-    | dict.fromkeys((192, 256), (16, 1, 2)),
-    gpu.SM80: {32: (128, 2, 3), 64: (128, 2, 2), 96: (64, 1, 3), 128: (64, 1, 3)}
-    | dict.fromkeys((192, 256), (64, 1, 2)),
-    gpu.SM86: {32: (128, 1, 2), 64: (128, 1, 2), 96: (64, 1, 3), 128: (64, 1, 2)}
-    | dict.fromkeys((192, 256), (32, 1, 2)),
-    gpu.SM90: {32: (128, 2, 3), 64: (128, 2, 3), 96: (64, 2, 4), 128: (64, 2, 3)}
-    | dict.fromkeys((192, 256), (64, 1, 3)),
-}
-# In a decode step one warp of that tile has rows. Here each warp has all 16 rows, and takes whole
-# segments: warps and stages by padded dim.
-_INVARIANT_DECODE = {gpu.SM90: {32: (4, 3), 64: (3, 2), 96: (4, 2), 128: (3, 2)}}
+_COPIES_IN_FLIGHT = "about 64 KB of copies in flight per SM hide the latency of memory"
 
 
-def _invariant_tiles(own: gpu.Gpu, dim: int) -> tuple[Tile, ...]:
-    """Both tiles have the same KV blocks, because the bits depend on these."""
-    key, blocks, stages = _INVARIANT_SIZES[own][dim]
-    tiles = (_split(64, key, 4, blocks, 1, stages, "no merge of key warps"),)
-    if dim not in _INVARIANT_DECODE.get(own, {}):
-        return tiles
-    warps, stages = _INVARIANT_DECODE[own][dim]
-    return _split(16, key, warps, 1, warps, stages, "a warp takes whole segments"), *tiles
+def _residencies(own: Gpu, *choices: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Numbers of CTAs per SM and of stages. Without asynchronous copies a third stage is idle."""
+    most = 4 if own.async_copies else 2
+    yield from ((blocks, min(stages, most)) for blocks, stages in choices)
 
 
-TILES_INVARIANT: MmaTables = {
-    own: {dim: _invariant_tiles(own, dim) for dim in sizes}
-    for own, sizes in _INVARIANT_SIZES.items()
-}
+def _tiles_of_few_rows(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
+    """Tiles of 16 rows for a decode step, and of 32 for a few draft tokens.
 
-TILES_FLOAT8: MmaTables = {
-    gpu.SM75: _SM75_FLOAT8,
-    gpu.SM80: _SM80_FLOAT8,
-    gpu.SM86: _SM86_FLOAT8,
-    gpu.SM90: _SM90_FLOAT8,
-}
+    Every warp has all rows and its own keys, so no warp waits for another. Rates on an H200 as
+    built for sm_90: head dim 64 4.3 TB/s with two to four CTAs, head dim 128 4.46 (with two stages
+    4.06). Decode steps with 32 query and 8 key heads as compute_80: head dim 64, B 16, S 8192 63 us
+    (two CTAs with two stages 71); head dim 128, the same, 123 us, and B 1, S 32768 36.5 (two CTAs
+    with two stages 133, 39.5; one of 128 keys and eight warps 121, 37.3). 32 rows were not
+    measured.
+    """
+    for rows, keys in itertools.product((16, 32), (128, 64, 32)):
+        if keys > most_keys or (rows == 32 and dim > _MOST_COLUMNS_OF_32_ROWS):
+            continue
+        warps = min(4, keys // 16)
+        for blocks, stages in _residencies(own, (2, 3), (1, 4), (1, 3), (1, 2)):
+            yield Tile(rows, keys, warps, blocks, _COPIES_IN_FLIGHT, key_warps=warps, stages=stages)
 
+
+def _tiles_of_64_rows(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
+    """Two groups of warps divide the keys. Rates on an H200 as built for sm_90: head dim 64 134 us
+    for T 32 of S 4096, 256 keys 154; head dim 128 4.28 TB/s, with eight warps 3.71.
+    """
+    for keys in (128, 64, 32, 16):
+        if keys > most_keys:
+            continue
+        residencies = ((2, 2), (1, 2)) if keys == 128 else ((2, 3), (1, 3), (1, 2))
+        groups = 2 if keys > 16 else 1
+        if dim <= _MOST_COLUMNS_OF_32_ROWS or groups == 1:
+            # A warp with 32 rows and 128 columns spills soft cap, bias and random bits.
+            spills = dim > 64 and groups == 2
+            features = {"modifiers": ()} if spills else {}
+            for blocks, stages in _residencies(own, *residencies):
+                reason = _COPIES_IN_FLIGHT
+                yield Tile(64, keys, 4, blocks, reason, **features, key_warps=groups, stages=stages)
+        if groups == 2:
+            for _, stages in _residencies(own, *residencies[1:]):
+                reason = "a warp has 16 rows"
+                yield Tile(64, keys, 8, 1, reason, key_warps=groups, stages=stages)
+
+
+def _invariant_tiles(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
+    """Tiles of batch-invariant calls. A warp has its own rows and all keys, so outputs of a segment
+    need no merge. Above head dim 128 the sum of the segments, which is used once per 256 keys,
+    spills. In a decode step one warp of 64 rows has any. With 227 KB each warp has the same 16 rows
+    instead, and takes whole segments.
+
+    Hazard: the bits depend on the keys of a KV block, so all tiles of a GPU have the same.
+    """
+    for keys in (128, 64, 32, 16):
+        if keys > most_keys:
+            continue
+        if own is gpu.SM90 and dim <= _MOST_COLUMNS_OF_32_ROWS:
+            for warps, stages in ((4, 3), (4, 2), (3, 2)):
+                reason = "a warp takes whole segments"
+                yield Tile(16, keys, warps, 1, reason, key_warps=warps, stages=stages)
+        for blocks, stages in _residencies(own, (2, 3), (2, 2), (1, 3), (1, 2)):
+            yield Tile(64, keys, 4, blocks, "no merge of key warps", stages=stages)
+
+
+_MOST_COLUMNS_OF_32_ROWS = 128
+"""The most columns of the output of which a warp has 32 rows: 128 accumulators of a thread."""
 
 COMBINE_THREADS = 128
 _COMBINE_GRID = Grid(lambda sizes: query_tiles(sizes, 1), splits="some", most_per_sm=8)
@@ -308,21 +148,26 @@ class FmhaFwdSplitSm80(MmaKernel):
     decides_mask_tiles = True
     reads_pages = True
     reads_float8_pages = True
-    tiles = TILES
-    tiles_f32 = TILES_F32
+
+    def configure(self, problem: Problem, own: Gpu, dim: int) -> Iterator[Tile]:
+        if problem.dtype in F32_DTYPES:
+            return
+        is_float8 = problem[PAGES].dtype != "query"
+        most_keys = 128 if dim * (_FLOAT8_ELEMENT_BYTES if is_float8 else 2) <= 128 else 64
+        if problem[PAGES].is_invariant:
+            yield from _invariant_tiles(own, dim, most_keys)
+        elif is_float8 and own is gpu.SM90:
+            yield from _FLOAT8_SM90.get(dim, ())
+        else:
+            yield from _tiles_of_few_rows(own, dim, most_keys)
+            yield from _tiles_of_64_rows(own, dim, most_keys)
 
     def rows(self, problem: Problem) -> Iterator[Row]:
-        is_float8 = problem[PAGES].dtype != "query"
-        if problem.dtype in F32_DTYPES or not (is_float8 or problem[PAGES].is_invariant):
-            yield from super().rows(problem)
-            return
-        tables = TILES_INVARIANT if problem[PAGES].is_invariant else TILES_FLOAT8
-        table = tables[gpu.of(problem.arch)]
         # Rows of float8 in shared memory have a multiple of 64 bytes.
-        dims = [dim for dim in table if not is_float8 or dim % 64 == 0]
-        for padded in itertools.product(dims, dims):
-            for tile in table[max(padded)]:
-                yield Row(*padded, tile)
+        is_float8 = problem[PAGES].dtype != "query"
+        for row in super().rows(problem):
+            if not is_float8 or (row.padded_head_dim % 64, row.padded_value_dim % 64) == (0, 0):
+                yield row
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
