@@ -5,8 +5,11 @@
 //
 //   wait K | load V | S = Q K^T | wait V | load next K | softmax | O += P V
 //
-// Each warp owns whole rows, so P stays in registers from the accumulators of S to the operand of P
-// V.
+// Each warp owns whole rows, so P stays in registers from the accumulators of S to the operand of
+// P V. With Config::kColumnWarps = 2 two warps share 32 rows, because one cannot hold as many rows
+// of a wide output: each computes the scores of half the keys and half the columns of the output.
+// They exchange the maxima of their rows and P through shared memory, but read keys and values half
+// as often as warps with 16 rows.
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -15,6 +18,7 @@
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
+#include <memeff/collective/softmax/shared_rows.cuh>
 #include <memeff/collective/staged_registers.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/layout/key_value_source.cuh>
@@ -34,8 +38,9 @@ struct FmhaForwardSm80 {
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
 
-  // Each warp owns whole rows of S and O.
-  static constexpr int kWarpRows = kTileQuery / Config::kWarps;
+  // Each warp owns whole rows of S and O, or shares them with another.
+  static constexpr int kColumnWarps = Config::kColumnWarps;
+  static constexpr int kWarpRows = kTileQuery * kColumnWarps / Config::kWarps;
   using ScoreGrid = WarpGrid<kTileQuery, kTileKey, Config::kWarps, kWarpRows>;
   using OutGrid = WarpGrid<kTileQuery, Config::kValueDim, Config::kWarps, kWarpRows>;
   static constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
@@ -74,7 +79,12 @@ struct FmhaForwardSm80 {
   static constexpr int kStagedBiasOffset =
       kStagedSoftmaxOffset + (Config::kStageRegisters ? kThreads * Softmax::kStagedBytes : 0);
   static constexpr int kBiasOffset = kStagedBiasOffset + kThreads * StagedBiasRow::kBytes;
-  static constexpr int kLoopBytes = kBiasOffset + Bias::kBytes;
+  static constexpr int kProbabilityOffset = kBiasOffset + Bias::kBytes;
+  using SharedRows = SharedRowStatistics<ScoreGrid, kTileQuery>;
+  using ProbabilityTile = Tile<kTileQuery, kTileKey>;
+  static constexpr int kRowsOffset =
+      kProbabilityOffset + (kColumnWarps > 1 ? ProbabilityTile::kBytes : 0);
+  static constexpr int kLoopBytes = kRowsOffset + SharedRows::kBytes;
   static constexpr int kSharedBytes = kLoopBytes > OutTile::kBytes ? kLoopBytes : OutTile::kBytes;
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
@@ -129,6 +139,7 @@ struct FmhaForwardSm80 {
            output);
 
     if constexpr (Config::kStageRegisters) softmax.unstage(shared + kStagedSoftmaxOffset);
+    SharedRows(shared + kRowsOffset).add_up(softmax.row_sum);
     RowsOfTile<> const rows(shape, item.batch, item.head, row, mask.query_length);
     softmax.finish(output, params.scale.softmax_scale, probability_scale<Config>(params),
                    LaneRowModifiers<Config, OutGrid>(params, rows));
@@ -147,9 +158,11 @@ struct FmhaForwardSm80 {
     uint32_t const value_tile = shared + kValueOffset;
     int const row = item.tile * kTileQuery;
     LeftOperand<QueryTile, Contiguous::k, kRowBlocks> const query(shared, ScoreGrid::row());
-    RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks> const key(key_tile, 0);
+    RightOperand<KeyTile, Contiguous::k, ScoreGrid::kColumnBlocks> const key(key_tile,
+                                                                             ScoreGrid::column());
     RightOperand<ValueTile, Contiguous::outer, OutGrid::kColumnBlocks,
-                 kRegisterOrder<Element>> const value(value_tile, 0);
+                 kRegisterOrder<Element>> const value(value_tile, OutGrid::column());
+    SharedRows const shared_rows(shared + kRowsOffset);
 
     for (int block = kv_blocks.end - 1; block >= kv_blocks.begin; block = kv_blocks.before(block)) {
       int const column = block * kTileKey;
@@ -177,12 +190,24 @@ struct FmhaForwardSm80 {
       modifiers.load_next(has_next, next_column);
       mask.template apply<kTileQuery, kTileKey>(scores, params, at, kv_blocks.partial(block));
       if constexpr (Config::kStageRegisters) softmax.unstage(shared + kStagedSoftmaxOffset);
-      softmax.step(scores, output, params.scale.softmax_scale);
+      softmax.step(scores, output, params.scale.softmax_scale, shared_rows);
       if constexpr (Config::kStageRegisters) softmax.stage_registers(shared + kStagedSoftmaxOffset);
-      auto probabilities = as_left_operand<Element>(scores);
-      Probabilities::forward(params, item.batch, item.head, row, column, probabilities);
-      warp_gemm<Element, kTileKey / kStepElements<Element>, 2, kPartAccumulators>(
-          output, probabilities, value);
+      if constexpr (kColumnWarps > 1) {
+        Probabilities::forward(params, item.batch, item.head, row, column, scores);
+        uint32_t const probability_tile = shared + kProbabilityOffset;
+        store_accumulators<Element, ProbabilityTile, ScoreGrid>(probability_tile, scores);
+        shared_rows.wait();
+        warp_gemm<Element, kTileKey / kStepElements<Element>>(
+            output,
+            LeftOperand<ProbabilityTile, Contiguous::k, kRowBlocks>(probability_tile,
+                                                                    OutGrid::row()),
+            value);
+      } else {
+        auto probabilities = as_left_operand<Element>(scores);
+        Probabilities::forward(params, item.batch, item.head, row, column, probabilities);
+        warp_gemm<Element, kTileKey / kStepElements<Element>, 2, kPartAccumulators>(
+            output, probabilities, value);
+      }
     }
   }
 

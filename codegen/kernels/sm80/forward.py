@@ -23,12 +23,14 @@ class Tile(MmaTile):
     stage_registers: bool = False
     """Whether row statistics and pointers are staged in shared memory during products, because the
     accumulators of scores and output leave no registers for them."""
+    column_warps: int = 1
+    """Warps that share rows: each has a part of the keys and of the columns of the output."""
 
 
-# Tiles by padded head dim. Two CTAs hide each other's softmax, and four warps with 32 rows each read
-# shared memory less often than eight with 16. Figures are TFLOP/s at T 2048 on an H200: with bias
-# as built for sm_90, others as PTX for compute_80, or compute_86 where it is named. Nothing for
-# sm_75 was measured.
+# Tiles by padded head dim. Two CTAs hide each other's softmax, and four warps with 32 rows each
+# read shared memory less often than eight with 16. Figures are TFLOP/s at T 2048 on an H200: with
+# bias as built for sm_90, others as PTX for compute_80, or compute_86 where it is named. Nothing
+# for sm_75 was measured.
 _64 = (
     Tile(
         128,
@@ -60,8 +62,16 @@ _TILES: Mapping[int, Sequence[Tile]] = {
             modifiers=modifiers("a boolean mask"),
             stage_registers=True,
         ),
-        Tile(128, 32, 4, 2, "313 as built for sm_90, 64x64 296; two blocks in 99 KB"),
-        Tile(64, 32, 4, 2, "two blocks in 64 KB"),
+        Tile(
+            128,
+            32,
+            4,
+            2,
+            "two blocks in 99 KB",
+            modifiers=modifiers("a boolean mask", "bias"),
+        ),
+        Tile(64, 64, 4, 2, "with both 128x32 spills 112 bytes"),
+        Tile(64, 32, 4, 2, "two blocks in 64 KB, or with a bias in 99 KB"),
     ),
     192: (
         Tile(64, 64, 4, 2, "311; 128x32 with 8 warps 307, 128x64 in one block 267"),
@@ -85,8 +95,8 @@ _SM80_256 = Tile(
     8,
     1,
     "282, causal 264; 64x32 in two blocks 274, 253",
-    modifiers=(),
-    masks=("none", "causal"),
+    modifiers=modifiers("bias"),
+    column_warps=2,
 )
 
 # Figures for f32 are TFLOP/s at T 8192 on an H200, with three TF32 products.
@@ -147,7 +157,10 @@ class FmhaFwdSm80(MmaKernel):
             staged = spec.threads * (8 * pointers + 8 * (2 * query // (16 * tile.warps)))
         # Each warp has the bias of its own rows.
         bias = tile.warps * shared_memory.bias_bytes(spec, query // tile.warps)
-        loop_bytes = loop * spec.element_bytes + staged + bias
+        shared_rows = 0
+        if tile.column_warps > 1:  # P, and a number for each row
+            shared_rows = query * (key * spec.element_bytes + 4 * tile.column_warps)
+        loop_bytes = loop * spec.element_bytes + staged + bias + shared_rows
         return max(loop_bytes, query * spec.padded_value_dim * spec.element_bytes)
 
     def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
@@ -155,14 +168,20 @@ class FmhaFwdSm80(MmaKernel):
         return {"S": (query, key), "out": (query, spec.padded_value_dim)}
 
     def rows_of_warps(self, spec: KernelSpec) -> tuple[int, ...]:
-        """A warp owns whole rows."""
-        return (spec.tile.query // _tile(spec).warps,)
+        """A warp owns whole rows, or shares them."""
+        tile = _tile(spec)
+        return (tile.query * tile.column_warps // tile.warps,)
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         return (self.main(spec, query_tile_grid(spec), spec.block_mask("queries")),)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        return {**super().constants(spec), "kStageRegisters": _tile(spec).stage_registers}
+        tile = _tile(spec)
+        return {
+            **super().constants(spec),
+            "kStageRegisters": tile.stage_registers,
+            "kColumnWarps": tile.column_warps,
+        }
 
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int

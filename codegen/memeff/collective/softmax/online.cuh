@@ -87,23 +87,27 @@ struct OnlineSoftmax {
     float rows[kRows];
   };
 
-  // Turns scores into probabilities, and rescales the output.
-  template <class Scores, class Output>
-  CUTE_DEVICE void step(Scores& scores, Output& output, float softmax_scale) {
-    rescale(output, exponentiate(scores, softmax_scale));
-  }
-
   struct Nothing {
     CUTE_DEVICE void operator()() const {}
+    CUTE_DEVICE void combine_maxima(float (&)[kRows]) const {}
   };
+
+  // Turns scores into probabilities, and rescales the output. `rows`: see exponentiate().
+  template <class Scores, class Output, class Rows = Nothing>
+  CUTE_DEVICE void step(Scores& scores, Output& output, float softmax_scale,
+                        Rows const& rows = {}) {
+    rescale(output, exponentiate(scores, softmax_scale, Nothing(), NoShift(), rows));
+  }
 
   // Turns scores into probabilities and returns the factors for rescale(). Calls
   // `before_exponentials` between the maxima and the exponentials: a main loop may wait for a
-  // product there. All scores lack `shift`; softmax references include it.
-  template <class Scores, class BeforeExponentials = Nothing, class Shift = NoShift>
+  // product there. All scores lack `shift`; softmax references include it. If several warps divide
+  // the columns of a row, `rows` combines their maxima (SharedRowStatistics).
+  template <class Scores, class BeforeExponentials = Nothing, class Shift = NoShift,
+            class Rows = Nothing>
   CUTE_DEVICE Correction exponentiate(Scores& scores, float softmax_scale,
                                       BeforeExponentials const& before_exponentials = {},
-                                      Shift const& shift = {}) {
+                                      Shift const& shift = {}, Rows const& rows = {}) {
     Correction correction;
     if (kCapped && softmax_scale <= kCappedScale) {
       CUTE_UNROLL
@@ -118,6 +122,7 @@ struct OnlineSoftmax {
     float const scale = remaining(softmax_scale);
     float greatest[kRows];
     lane_maxima(scores, greatest, shift.score());
+    rows.combine_maxima(greatest);
     float products[kRows];
     if constexpr (Shift::kIsOn && kLargeScores) {
       follow_shifted(scores, greatest, scale, shift, products, correction);
