@@ -26,6 +26,7 @@ from rich.table import Table
 
 from jax_memeff import config
 from jax_memeff._command import archives, argument_types, explain, output, stored, tables, tiles
+from jax_memeff._command.cases import options as call_options
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, gpu, select
@@ -111,9 +112,14 @@ def _doctor(options: argparse.Namespace, out: Console) -> int:
 
 
 def _verify(options: argparse.Namespace, out: Console) -> int:
-    from jax_memeff._command.verify import cases, parent, report
+    from jax_memeff._command.verify import chosen, parent, report
 
-    chosen = [cases.like(options)] if options.like else cases.chosen(every=options.all)
+    if options.like and options.all:
+        raise ValueError("expected --like for one call, or --all for the library's, not both")
+    if not options.like and (given := call_options.given(options)):
+        raise ValueError(f"{', '.join(given)} describe your own call: pass --like, too, to run it")
+    cases = [call_options.case("verify --like", options)] if options.like else []
+    cases = cases or chosen.chosen(every=options.all)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     if not options.even_if_busy:
         try:
@@ -122,9 +128,9 @@ def _verify(options: argparse.Namespace, out: Console) -> int:
             errors.print(str(error), style="red", markup=False)
             return 1
     start = time.monotonic()
-    errors.print(f"{len(chosen)} cases; each phase is written to {options.log}", markup=False)
+    errors.print(f"{len(cases)} cases; each phase is written to {options.log}", markup=False)
     record = parent.run(
-        chosen, options.log, options.limit, lambda line: errors.print(line, markup=False)
+        cases, options.log, options.limit, lambda line: errors.print(line, markup=False)
     )
     driver = parent.driver()
     if options.json is not None:
@@ -373,7 +379,7 @@ def _parser() -> argparse.ArgumentParser:
         "--direction", choices=DIRECTIONS, default="forward", help="tangent: forward mode (jvp)"
     )
     explained.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES, required=True)
-    _add_dims(explained, required=True)
+    argument_types.add_dims(explained, required=True)
     explained.add_argument(
         "--all", action="store_true", help="every kernel that was not chosen; default: the nearest"
     )
@@ -399,7 +405,7 @@ def _parser() -> argparse.ArgumentParser:
         "usual ones of a head dim (plain, each feature alone, all features)",
     )
     build.add_argument("--dtype", type=argument_types.dtype, choices=SPEC_DTYPES)
-    _add_dims(build, required=False)
+    argument_types.add_dims(build, required=False)
     build.add_argument("--all", action="store_true", help="all dtypes and dims, unless named")
     build.add_argument(
         "--models",
@@ -427,7 +433,7 @@ def _add_verify(add: Any) -> None:
     )
     verify.epilog = (
         "example: python -m jax_memeff verify --like --dtype bf16 --head-dim 128 --causal "
-        "--seq 4096 --heads 32 --kv-heads 8"
+        "--seq 4096 --heads 32 --key-heads 8"
     )
     verify.add_argument("--all", action="store_true", help="more cases, which take longer")
     verify.add_argument(
@@ -453,24 +459,4 @@ def _add_verify(add: Any) -> None:
         metavar="FILE",
         help="each phase is on the disk before it begins; default: %(default)s",
     )
-    verify.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES)
-    _add_dims(verify, required=False)
-    for name, default, text in (
-        ("batch", 2, "batch size"),
-        ("seq", 512, "key length, and query length unless --queries is given"),
-        ("queries", None, "query length"),
-        ("heads", 4, "query heads"),
-        ("kv-heads", 4, "key heads"),
-    ):
-        verify.add_argument(f"--{name}", type=argument_types.size, default=default, help=text)
-    for feature in FEATURES:
-        feature.add_flags(verify)
-
-
-def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    parser.add_argument(
-        "--head-dim", type=argument_types.size, required=required, help="head dim of query and key"
-    )
-    parser.add_argument(
-        "--value-dim", type=argument_types.size, help="head dim of value; default: --head-dim"
-    )
+    call_options.add_to(verify)

@@ -29,3 +29,11 @@ def architecture(text: str) -> str:
 
 size = at_least(1)
 """A dim or a length."""
+
+
+def add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Adds the options of the head dims."""
+    parser.add_argument(
+        "--head-dim", type=size, required=required, help="head dim of query and key"
+    )
+    parser.add_argument("--value-dim", type=size, help="head dim of value; default: --head-dim")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jax_memeff import cli
-from jax_memeff._command.verify import cases, parent
-from jax_memeff._command.verify.cases import Case
+from jax_memeff._command.cases.case import Case
+from jax_memeff._command.verify import chosen, parent
 
 GOOD = Case(B=1, T=20, S=33, N=2, K=1, H=32, causal="top_left")
 BAD = Case(B=1, T=20, S=33, N=2, K=1, H=64, gradients=False)
@@ -22,7 +22,7 @@ def verify(monkeypatch, tmp_path, capsys):
     if shutil.which("g++") is None:
         pytest.skip("kernels run on the CPU where there is g++")
     monkeypatch.setattr(parent, "require_idle", lambda: None)
-    monkeypatch.setattr(cases, "chosen", lambda every: [BAD, GOOD])
+    monkeypatch.setattr(chosen, "chosen", lambda every: [BAD, GOOD])
     file = Path(__file__).with_name("emulated_child.py")
 
     def run(mode, *arguments):

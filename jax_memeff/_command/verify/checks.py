@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_memeff._command.verify import oracle, programs
-from jax_memeff._command.verify.arrays import Arrays
-from jax_memeff._command.verify.cases import Case
-from jax_memeff._command.verify.oracle import Comparison
+from jax_memeff._command.cases import oracle, programs
+from jax_memeff._command.cases.arrays import Arrays
+from jax_memeff._command.cases.case import Case
+from jax_memeff._command.cases.oracle import Comparison
 from jax_memeff.errors import UnsupportedError
 
 Say = Callable[..., None]

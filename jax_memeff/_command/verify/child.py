@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jax_memeff._command.verify.cases import Case
+from jax_memeff._command.cases.case import Case
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -129,8 +129,8 @@ def _compile_kernels(cases: Sequence[Case], say: Any) -> None:
     What goes wrong here goes wrong again in a case, whose outcome then says so.
     """
     from jax_memeff._command import models
-    from jax_memeff._command.verify import programs
-    from jax_memeff._command.verify.arrays import Arrays
+    from jax_memeff._command.cases import programs
+    from jax_memeff._command.cases.arrays import Arrays
     from jax_memeff.codegen.toolchain import parallel
     from jax_memeff.errors import CompileError, UnsupportedError
 

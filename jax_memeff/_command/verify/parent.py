@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jax_memeff._command.verify.cases import Case, on_gpu
+from jax_memeff._command.cases.case import Case
+from jax_memeff._command.verify.chosen import on_gpu
 
 CHILD = (sys.executable, "-m", "jax_memeff._command.verify.child")
 

@@ -6,7 +6,7 @@ import datetime
 import statistics
 from typing import Any
 
-from jax_memeff._command.verify.cases import Case
+from jax_memeff._command.cases.case import Case
 from jax_memeff._command.verify.parent import Record
 
 _PEERS = {"memeff_cuda": "jax-memeff", "jax_cudnn": "jax.nn cuDNN", "jax_xla": "jax.nn XLA"}

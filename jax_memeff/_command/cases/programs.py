@@ -15,8 +15,8 @@ from jax_memeff import (
     paged_attention,
     varlen_attention,
 )
-from jax_memeff._command.verify.arrays import MOVING, in_blocks
-from jax_memeff._command.verify.cases import Case
+from jax_memeff._command.cases.arrays import MOVING, in_blocks
+from jax_memeff._command.cases.case import Case
 from jax_memeff._cuda import named_functions
 
 Given = Mapping[str, jax.Array]

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._call.dropout import key_words, threshold
-from jax_memeff._command.verify import oracle
-from jax_memeff._command.verify.cases import Case
-from jax_memeff._command.verify.oracle import Problem
+from jax_memeff._command.cases import oracle
+from jax_memeff._command.cases.case import Case
+from jax_memeff._command.cases.oracle import Problem
 from jax_memeff._cuda import named_functions
 
 MOVING = ("query", "key", "value", "bias", "sinks", "captured")
