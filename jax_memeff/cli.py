@@ -123,7 +123,8 @@ def _verify(options: argparse.Namespace, out: Console) -> int:
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     if not options.even_if_busy:
         try:
-            parent.require_idle()
+            if warning := parent.require_idle():
+                errors.print(warning, style="yellow", markup=False)
         except parent.BusyError as error:
             errors.print(str(error), style="red", markup=False)
             return 1
@@ -137,6 +138,8 @@ def _verify(options: argparse.Namespace, out: Console) -> int:
         options.json.write_text(json.dumps(report.document(record, driver), indent=1) + "\n")
     text = report.markdown(record, driver, time.monotonic() - start)
     out.print(text, markup=False, soft_wrap=True)
+    if record.is_interrupted:
+        return _INTERRUPTED
     return 0 if record.has_passed else 1
 
 

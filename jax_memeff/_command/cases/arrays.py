@@ -5,6 +5,7 @@ read.
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,6 +28,11 @@ _GAPS = (3, 5)
 
 _BLOCKS = "blocks"
 
+_DISTINCT = 1048573
+"""Numbers of an array before they repeat: drawing takes longer than a large case otherwise. A
+prime, so rows of no tile are equal.
+"""
+
 
 def in_blocks(b: Any, h: Any, q: Any, k: Any) -> Any:
     """The mask function of cases that name none of the user's."""
@@ -47,7 +53,8 @@ class Arrays:
         dtype = jnp.dtype(case.dtype)
 
         def normal(*shape: int, dtype: Any = dtype) -> np.ndarray:
-            return rng.standard_normal(shape, np.float32).astype(dtype)
+            count = min(math.prod(shape), _DISTINCT)
+            return np.resize(rng.standard_normal(count, np.float32).astype(dtype), shape)
 
         queries, keys = (case.B, case.T, case.N), (case.B, case.S, case.K)
         drawn = {

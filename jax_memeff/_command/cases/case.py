@@ -59,6 +59,11 @@ class Case:
         return self.B * self.N * self.T * self.S <= MOST_SCORES
 
     @property
+    def is_timed(self) -> bool:
+        """Whether it is timed. The times of smaller calls would be those of the host."""
+        return not self.fits_oracle
+
+    @property
     def value_dim(self) -> int:
         return self.H if self.Hv is None else self.Hv
 

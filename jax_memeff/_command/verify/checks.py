@@ -1,15 +1,15 @@
-"""One case on the GPU: its programs are compiled, launched twice, compared with the oracle and with
-the blockwise path, and timed beside ``jax.nn``.
+"""One case on the GPU: its programs are launched twice, compared with the oracle and with the
+blockwise path, and timed beside ``jax.nn``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,7 +20,6 @@ from jax_memeff._command.cases import oracle, programs
 from jax_memeff._command.cases.arrays import Arrays
 from jax_memeff._command.cases.case import Case
 from jax_memeff._command.cases.oracle import Comparison
-from jax_memeff.errors import UnsupportedError
 
 Say = Callable[..., None]
 """Announces a phase, with its name and what it is about, before it begins."""
@@ -37,19 +36,52 @@ _BATCH_SECONDS = 0.02
 _MOST_LAUNCHES = 500
 
 
-def check(case: Case, say: Say) -> dict[str, Any]:
-    """The outcome of a case: its ``state`` ("passed", "failed" or "no kernel"), ``text`` with what
-    is wrong, the ``errors`` of both paths and the ``seconds`` of the programs that were timed.
+def lowered(case: Case) -> dict[Any, Any]:
+    """The programs of a case: ``kernels``, ``plain``, and the timed ones by direction and peer.
+
+    Raises:
+        UnsupportedError: the GPU has no kernel for the case.
     """
-    say("compiling")
-    drawn = Arrays.draw(case)
-    given: Any = drawn.given()
+    given: Any = Arrays.draw(case).given()
+    # Float32 is the reference of what is too large for the oracle.
+    reference = case if case.fits_oracle else dataclasses.replace(case, dtype="float32", fast=False)
+    found: dict[Any, Any] = {
+        "kernels": jax.jit(programs.complete(case, "cuda")).lower(given),
+        "plain": jax.jit(_in_dtype(programs.complete(reference, "xla"), reference)).lower(given),
+    }
+    for direction in _directions(case):
+        if direction == "forward":
+            found[direction, OURS] = jax.jit(programs.forward(case, "cuda")).lower(given)
+        for peer, implementation in JAX_NN.items():
+            program = programs.of_jax_nn(case, implementation, direction != "forward")
+            with contextlib.suppress(Exception):  # what jax.nn raises for sizes without a path
+                found[direction, peer] = jax.jit(program).lower(given)
+    return found
+
+
+def compile_program(key: Any, program: Any) -> Any:
+    """Compile one program of :func:`lowered`; None for a peer that does not compile."""
+    if key == "plain":  # nobody times it, and trying algorithms takes most of the time
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # an XLA without this option
+            return program.compile({"xla_gpu_autotune_level": 0})
     try:
-        compiled = _compiled(case, given)
-    except UnsupportedError as error:
-        return {"state": "no kernel", "text": [" ".join(str(error).split())]}
+        return program.compile()
+    except jax.errors.JaxRuntimeError:
+        if isinstance(key, str) or key[1] == OURS:
+            raise
+        return None
+
+
+def check(case: Case, compiled: Mapping[Any, Any], say: Say) -> dict[str, Any]:
+    """The outcome of a case: its ``state`` ("passed" or "failed"), ``text`` with what is wrong, the
+    ``errors`` of both paths and the ``seconds`` of the programs that were timed.
+
+    ``compiled`` has the programs of :func:`lowered`.
+    """
+    say("drawing")
+    drawn = Arrays.draw(case)
+    given: Any = jax.device_put(drawn.given())
     say("launching", what="kernels")
-    given = jax.device_put(given)
     results = _launched(compiled["kernels"], given)
     say("launching", what="kernels, again")
     again = _launched(compiled["kernels"], given)
@@ -75,42 +107,10 @@ def check(case: Case, say: Say) -> dict[str, Any]:
         "text": wrong,
         "errors": {path: [found[:3] for found in each] for path, each in errors.items()},
     }
-    if programs.jax_nn_can_run(case) and not wrong:
+    if _directions(case) and not wrong:
         say("launching", what="timed programs")
         outcome["seconds"] = _seconds(compiled, given)
     return outcome
-
-
-def _compiled(case: Case, given: Any) -> dict[str, Any]:
-    """``kernels`` and ``plain``, and the timed programs by direction and peer.
-
-    A peer that does not compile is left out. XLA compiles them side by side; only the main thread
-    traces.
-    """
-    # Float32 is the reference of what is too large for the oracle.
-    reference = case if case.fits_oracle else dataclasses.replace(case, dtype="float32", fast=False)
-    lowered: dict[Any, Any] = {
-        "kernels": jax.jit(programs.complete(case, "cuda")).lower(given),
-        "plain": jax.jit(_in_dtype(programs.complete(reference, "xla"), reference)).lower(given),
-    }
-    optional = []
-    for direction in _directions(case):
-        if direction == "forward":
-            lowered[direction, OURS] = jax.jit(programs.forward(case, "cuda")).lower(given)
-        for peer, implementation in JAX_NN.items():
-            program = programs.of_jax_nn(case, implementation, direction != "forward")
-            try:
-                lowered[direction, peer] = jax.jit(program).lower(given)
-                optional.append((direction, peer))
-            except Exception:  # whatever jax.nn raises for sizes that it does not support
-                continue
-    with ThreadPoolExecutor(len(lowered)) as threads:
-        futures = {key: threads.submit(each.compile) for key, each in lowered.items()}
-    return {
-        key: future.result()
-        for key, future in futures.items()
-        if key not in optional or future.exception() is None
-    }
 
 
 def _in_dtype(program: programs.Program, case: Case) -> programs.Program:
@@ -128,7 +128,7 @@ def _in_dtype(program: programs.Program, case: Case) -> programs.Program:
 
 
 def _directions(case: Case) -> list[str]:
-    if not programs.jax_nn_can_run(case):
+    if not case.is_timed or not programs.jax_nn_can_run(case):
         return []
     return ["forward", "forward_backward"] if case.gradients else ["forward"]
 
@@ -255,7 +255,7 @@ def _seconds(compiled: Mapping[Any, Any], given: Any) -> dict[str, dict[str, lis
 
     The host's clock times a batch of launches, so the times of small calls are those of the host.
     """
-    timed = {key: program for key, program in compiled.items() if isinstance(key, tuple)}
+    timed = {key: own for key, own in compiled.items() if isinstance(key, tuple) and own}
     if any(direction == "forward_backward" for direction, _ in timed):
         timed["forward_backward", OURS] = compiled["kernels"]
     found: dict[str, dict[str, list[float]]] = {}
