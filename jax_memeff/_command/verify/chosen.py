@@ -42,6 +42,7 @@ _FIRST = (
     Case(H=256, N=2, K=1, causal="top_left"),
     Case(score_function="alibi", causal="top_left"),
     Case(H=320, N=2, K=1, T=70, S=90),
+    Case(dtype="float32", H=320, N=2, K=1, T=70, S=90),
     Case(tangents=True, gradients=False, causal="top_left"),
     Case(window=(40, 17), segments=True),
     Case(boolean="B1TS", T=201, S=77),
