@@ -57,6 +57,18 @@ def test_right_kernels_pass(verify, tmp_path):
     assert "2 passed, 0 failed" in report and "kernels for sm_80" in report
 
 
+def test_a_large_case_is_timed_beside_jax_nn(verify):
+    code, report, document = verify("large")
+    assert code == 0, report
+    bad, good = document["cells"]
+    assert list(bad["results"]) == ["forward"]
+    assert list(good["results"]) == ["forward", "forward_backward"]
+    for records in good["results"].values():
+        assert set(records) == {"memeff_cuda", "jax_xla"}  # cuDNN needs a GPU
+        assert all(len(record["samples"]) == 5 for record in records.values())
+    assert ", jax.nn XLA " in report
+
+
 def test_the_users_own_call_runs_alone(verify):
     call = "--dtype bf16 --head-dim 32 --batch 1 --seq 33 --queries 20 --heads 2 --key-heads 1"
     code, _, document = verify("nothing", "--like", *call.split(), "--causal")
