@@ -1,5 +1,5 @@
-"""``python -m jax_memeff doctor | info | kernels | explain | build | verify``. Only verify needs a
-GPU.
+"""``python -m jax_memeff doctor | info | kernels | explain | build | verify | bench``. Only verify
+needs a GPU.
 
 Exit codes: 0 done, 1 no kernel fits, a case of verify does not pass, a kernel does not compile,
 output cannot be written or something is broken, 2 wrong arguments, 130 interrupted.
@@ -30,7 +30,17 @@ from jax_memeff._command.cases import options as call_options
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, gpu, select
-from jax_memeff.codegen.features import BY_NAME, FEATURES
+from jax_memeff.codegen.features import (
+    BIAS,
+    BOOLEAN,
+    BY_NAME,
+    DROPOUT,
+    FEATURES,
+    FUNCTIONS,
+    MASK,
+    SEGMENTS,
+    SOFT_CAP,
+)
 from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, Direction, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
@@ -141,6 +151,23 @@ def _verify(options: argparse.Namespace, out: Console) -> int:
     if record.is_interrupted:
         return _INTERRUPTED
     return 0 if record.has_passed else 1
+
+
+def _bench(options: argparse.Namespace, out: Console) -> int:
+    case = call_options.case("bench", options)
+    # They import JAX, which the other commands do not need.
+    measure, report = (
+        importlib.import_module(f"jax_memeff._command.bench.{name}")
+        for name in ("measure", "report")
+    )
+    figures = measure.measure(case, backward=not options.forward_only)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.document(case, figures), indent=1) + "\n")
+    out.print(report.title(case), markup=False, soft_wrap=True)
+    tables.print_whole(out, report.table(figures))
+    for line in report.advice(figures):
+        out.print(line, markup=False, soft_wrap=True)
+    return 0 if all(figure.samples for figure in figures if figure.path == measure.OURS) else 1
 
 
 def _kernels(options: argparse.Namespace, out: Console) -> int:
@@ -356,7 +383,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, command, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
         added.set_defaults(command=command)
-        if command not in (_doctor, _verify):
+        if command not in (_bench, _doctor, _verify):
             added.add_argument(
                 "--arch",
                 action="append",
@@ -369,6 +396,7 @@ def _parser() -> argparse.ArgumentParser:
     add("doctor", _doctor, "report what works here, what is missing, and what to do next")
 
     _add_verify(add)
+    _add_bench(add)
 
     info = add("info", _info, "show versions of the toolchain, devices, and the kernel cache")
     info.add_argument("--timings", action="store_true", help="also time a compile and a cache hit")
@@ -463,3 +491,16 @@ def _add_verify(add: Any) -> None:
         help="each phase is on the disk before it begins; default: %(default)s",
     )
     call_options.add_to(verify)
+
+
+def _add_bench(add: Any) -> None:
+    bench = add("bench", _bench, "time one call on this machine, CPU or GPU, beside jax.nn")
+    bench.epilog = (
+        "example: python -m jax_memeff bench --batch 8 --seq 4096 --heads 32 --key-heads 8 "
+        "--head-dim 128 --causal"
+    )
+    bench.add_argument("--forward-only", action="store_true", help="no gradients")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    of_jax_nn = (MASK, SEGMENTS, BOOLEAN, BIAS, FUNCTIONS, SOFT_CAP, DROPOUT)
+    call_options.add_to(bench, of_jax_nn)
+    bench.set_defaults(dtype="bf16")

@@ -79,7 +79,7 @@ def test_an_option_changes_the_program_or_is_refused(own_functions, kind, name):
     [
         ("--dtype bf16 --causal", "--dtype, --causal describe your own call: pass --like"),
         ("--like --all", "expected --like for one call, or --all"),
-        ("--like --head-dim 64", "expected at least --dtype and --head-dim"),
+        ("--like --causal", "verify --like needs --dtype and --head-dim"),
         ("--like --dtype f64 --head-dim 64", "expected one of f16, bf16, f32, tf32"),
         (f"--like {CALL} --heads 4 --key-heads 3", "--heads must be a multiple of --key-heads"),
         (f"--like {CALL} --heads 0", "argument --heads: expected an integer of at least 1"),

@@ -78,8 +78,8 @@ def case(command: str, options: argparse.Namespace) -> Case:
         ValueError: an option is missing, contradicts another one, or means nothing for such a call.
     """
     options = argparse.Namespace(**{**vars(_defaults()), **vars(options)})
-    if options.dtype is None or options.head_dim is None:
-        raise ValueError(f"{command} needs the call: expected at least --dtype and --head-dim")
+    if missing := [x for x in ("dtype", "head_dim") if getattr(options, x) is None]:
+        raise ValueError(f"{command} needs {' and '.join(map(_flag, missing))}")
     if options.dtype not in _DTYPES:
         raise ValueError(f"expected one of {', '.join(_DTYPES)}, got --dtype {options.dtype}")
     kind: Kind = "paged" if options.page_size else "packed" if options.varlen else "padded"

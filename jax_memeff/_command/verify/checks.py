@@ -7,8 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_memeff._command.cases import oracle, programs
+from jax_memeff._command.cases import oracle, programs, timing
 from jax_memeff._command.cases.arrays import Arrays
 from jax_memeff._command.cases.case import Case
 from jax_memeff._command.cases.oracle import Comparison
@@ -31,9 +29,7 @@ JAX_NN: Mapping[str, Literal["cudnn", "xla"]] = {"jax_cudnn": "cudnn", "jax_xla"
 _TF32_TOLERANCE = 1e-3
 _FLOAT32_TOLERANCE = 5e-6
 _POISONED_BYTES = 64 << 20
-_BATCHES = 5
-_BATCH_SECONDS = 0.02
-_MOST_LAUNCHES = 500
+_ROUNDS = 5
 
 
 def lowered(case: Case) -> dict[Any, Any]:
@@ -251,35 +247,24 @@ def _eps(case: Case) -> float:
 
 
 def _seconds(compiled: Mapping[Any, Any], given: Any) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a call in each batch of launches, by direction and peer.
-
-    The host's clock times a batch of launches, so the times of small calls are those of the host.
-    """
+    """Seconds of a call in each batch of launches, by direction and peer."""
     timed = {key: own for key, own in compiled.items() if isinstance(key, tuple) and own}
     if any(direction == "forward_backward" for direction, _ in timed):
         timed["forward_backward", OURS] = compiled["kernels"]
-    found: dict[str, dict[str, list[float]]] = {}
+    launches: dict[str, dict[str, Any]] = {}
     for (direction, peer), program in timed.items():
-        times = found.setdefault(direction, {})
-        is_second_choice = peer == "jax_xla" and "jax_cudnn" in times
+        peers = launches.setdefault(direction, {})
+        is_second_choice = peer == "jax_xla" and "jax_cudnn" in peers
         if is_second_choice:
             continue
         try:
-            times[peer] = _samples(functools.partial(program, given))
+            jax.block_until_ready(program(given))
         except jax.errors.JaxRuntimeError:
             if peer == OURS:
                 raise
-    return found
-
-
-def _samples(launch: Callable[[], Any]) -> list[float]:
-    def seconds(launches: int) -> float:
-        start = time.perf_counter()
-        for _ in range(launches):
-            results = launch()
-        jax.block_until_ready(results)
-        return (time.perf_counter() - start) / launches
-
-    seconds(2)  # the first launches record command buffers
-    count = min(_MOST_LAUNCHES, max(1, math.ceil(_BATCH_SECONDS / seconds(1))))
-    return [seconds(count) for _ in range(_BATCHES)]
+            continue
+        peers[peer] = functools.partial(program, given)
+    return {
+        direction: timing.interleaved(peers, seconds=0, least=_ROUNDS, most=_ROUNDS)
+        for direction, peers in launches.items()
+    }

@@ -23,8 +23,8 @@ def markdown(record: Record, driver: str, seconds: float) -> str:
     machine = record.machine
     facts = {
         "GPU": f"{machine.get('name', 'unknown')}, kernels for {machine.get('arch', 'none')}",
-        "driver": driver or "unknown",
         **machine.get("toolchain", {}),
+        "driver": driver or "unknown",
         "versions": ", ".join(f"{k} {v}" for k, v in machine.get("versions", {}).items()),
         "date": f"{_today()}, {seconds:.0f} s",
     }
