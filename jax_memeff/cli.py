@@ -472,7 +472,7 @@ def _add_verify(add: Any) -> None:
     )
     verify.add_argument(
         "--limit",
-        type=float,
+        type=argument_types.seconds,
         default=60.0,
         metavar="SECONDS",
         help="kill a process whose launch takes longer; compiling does not count; default: 60",
@@ -482,11 +482,11 @@ def _add_verify(add: Any) -> None:
         action="store_true",
         help="run under MPS, or although other processes compute on the GPU, which may end them",
     )
-    verify.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    _add_json(verify)
     verify.add_argument(
         "--log",
-        type=Path,
-        default=Path("jax_memeff_verify.jsonl"),
+        type=argument_types.file_to_write,
+        default="jax_memeff_verify.jsonl",
         metavar="FILE",
         help="each phase is on the disk before it begins; default: %(default)s",
     )
@@ -500,7 +500,16 @@ def _add_bench(add: Any) -> None:
         "--head-dim 128 --causal"
     )
     bench.add_argument("--forward-only", action="store_true", help="no gradients")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    _add_json(bench)
     of_jax_nn = (MASK, SEGMENTS, BOOLEAN, BIAS, FUNCTIONS, SOFT_CAP, DROPOUT)
     call_options.add_to(bench, of_jax_nn)
     bench.set_defaults(dtype="bf16")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        type=argument_types.file_to_write,
+        metavar="FILE",
+        help="also write the results here",
+    )

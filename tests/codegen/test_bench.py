@@ -198,6 +198,7 @@ def test_a_path_that_fails_has_the_reason_in_its_row(bench, monkeypatch, at):
         ("--mask-function own:no", "--mask-function own:no: "),
         ("--mask-function own:two", "--mask-function own:two: "),
         ("--varlen", "unrecognized arguments: --varlen"),
+        ("--json /dev/null/out", "argument --json: /dev/null/out cannot be written: Not a dir"),
     ],
 )
 def test_a_call_that_cannot_be_is_refused(capsys, options, said):
@@ -207,14 +208,19 @@ def test_a_call_that_cannot_be_is_refused(capsys, options, said):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+def test_one_product_of_tf32_is_a_precision(bench):
+    code, _, document = bench("--dtype tf32")
+    assert code == 0 and all(found["samples"] for found in document["figures"])
+
+
 def test_the_head_dim_is_needed(capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "--seq", "40"])
     assert "bench needs --head-dim" in " ".join(capsys.readouterr().err.split())
 
 
-def figure(path, samples=(), memory=None, reason=""):
-    return Figure(path, "forward", list(samples), memory, reason=reason)
+def figure(path, samples=(), memory=None, reason="", difference=None):
+    return Figure(path, "forward", list(samples), memory, difference, reason)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +245,19 @@ def figure(path, samples=(), memory=None, reason=""):
             [figure(OURS, reason="no kernel"), figure(XLA, [1])],
             "jax-memeff cannot run this call: no kernel",
         ),
+        (
+            [figure(OURS, [1], difference=float("nan")), figure(XLA, [2], difference=1e-3)],
+            "the results of jax-memeff are wrong, they differ by nan: python -m jax_memeff verify "
+            "tells more",
+        ),
+        (
+            [figure(OURS, [2]), figure(CUDNN, [1], difference=0.7), figure(XLA, [4])],
+            "jax-memeff is 2 x as fast as jax.nn xla",
+        ),
+        (
+            [figure(OURS, [2]), figure(XLA, [1], difference=0.7)],
+            "only jax-memeff can run this call here: the results of jax.nn xla differ by 7.0e-01",
+        ),
     ],
 )
 def test_the_advice_names_the_fastest_peer_and_admits_losses(found, said):
@@ -253,3 +272,9 @@ def test_paths_take_turns(monkeypatch):
     assert {name: len(own) for name, own in samples.items()} == dict.fromkeys("abc", 6)
     rounds = ["".join(turns[i : i + 3]) for i in range(9, len(turns), 3)]
     assert rounds == ["abc", "acb", "bac", "bca", "cab", "cba"]
+
+
+def test_a_wrong_result_is_told_in_json():
+    wrong = figure(OURS, [1, 2, 3], difference=float("inf"))
+    (record,) = report.document(Case(), [wrong])["figures"]
+    assert (record["difference"], record["is_right"], record["seconds"]) == (None, False, 2)

@@ -86,6 +86,10 @@ def test_an_option_changes_the_program_or_is_refused(own_functions, kind, name):
         (f"--like {CALL} --bias-layout rows", "--bias-layout rows needs --bias"),
         ("--like --dtype f32 --head-dim 64 --bias 16", "a 16-bit bias with float32 inputs"),
         (f"--like {CALL} --page-size 24", "a multiple of 16"),
+        ("--limit 0", "argument --limit: expected a number of seconds above 0, got '0'"),
+        ("--limit nan", "argument --limit: expected a number of seconds above 0, got 'nan'"),
+        ("--log /dev/null/log", "argument --log: /dev/null/log cannot be written"),
+        ("--json .", "argument --json: . cannot be written: Is a directory"),
         (f"--like {CALL} --page-size 16 --latent --key-heads 2", "expected --key-heads 1, got 2"),
         (
             f"--like {CALL} --page-size 16 --dropout",

@@ -29,6 +29,8 @@ XLA, CUDNN = "jax.nn xla", "jax.nn cudnn"
 _SECONDS = 10.0
 """How long all paths of a direction are timed, unless three rounds take longer."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 50
+_LARGEST_DIFFERENCE = 0.05
+"""Several times that of bfloat16."""
 _SHARE = 0.9
 """The share of the memory that is available that a path may take."""
 
@@ -51,6 +53,11 @@ class Figure:
     @property
     def seconds(self) -> float:
         return statistics.median(self.samples)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the results are those of attention, as far as anybody compared them."""
+        return self.difference is None or self.difference <= _LARGEST_DIFFERENCE
 
 
 def measure(case: Case, *, backward: bool) -> list[Figure]:
@@ -156,7 +163,8 @@ def _require_memory(case: Case, device: Any, backward: bool) -> None:
     bias = math.prod(getattr(case, dim) for dim in case.bias.replace("1", "")) if case.bias else 0
     needed = element * (rows + columns + bias) * (2 if backward else 1)
     needed += case.B * case.T * case.S if case.boolean else 0
-    available = _available_bytes(device)
+    places = (_available_bytes(device), _host_bytes())  # the host draws them
+    available = min((size for size in places if size is not None), default=None)
     if available is not None and needed > _SHARE * available:
         raise ValueError(
             f"the arrays of this call take {_size(needed)}, and {_size(available)} of memory are "
@@ -166,11 +174,15 @@ def _require_memory(case: Case, device: Any, backward: bool) -> None:
 
 def _available_bytes(device: Any) -> int | None:
     """Memory that a program may take on the device; None if nobody says."""
-    if device.platform != "cpu":
-        stats = device.memory_stats() or {}
-        if "bytes_limit" not in stats:
-            return None
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if device.platform == "cpu":
+        return _host_bytes()
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def _host_bytes() -> int | None:
     found = [
         1024 * int(line.split()[1])
         for line in _lines(Path("/proc/meminfo"))

@@ -60,11 +60,20 @@ def advice(figures: Sequence[Figure]) -> list[str]:
 
 def _advice(figures: Sequence[Figure]) -> str:
     (ours,) = (figure for figure in figures if figure.path == OURS)
-    peers = [figure for figure in figures if figure.path != OURS and figure.samples]
+    others = [figure for figure in figures if figure.path != OURS]
+    peers = [figure for figure in others if figure.samples and figure.is_right]
     if not ours.samples:
         return f"jax-memeff cannot run this call: {ours.reason}"
+    if not ours.is_right:
+        return (
+            f"the results of jax-memeff are wrong, they differ by {ours.difference:.1e}: python -m "
+            "jax_memeff verify tells more"
+        )
     if not peers:
-        reasons = dict.fromkeys(figure.reason for figure in figures if figure.path != OURS)
+        reasons = dict.fromkeys(
+            figure.reason or f"the results of {figure.path} differ by {figure.difference:.1e}"
+            for figure in others
+        )
         return f"only jax-memeff can run this call here: {'; '.join(reasons)}"
     peer = min(peers, key=lambda figure: figure.seconds)
     speed, memory = ratio(ours, peer), _memory(ours, peer)
@@ -92,12 +101,14 @@ def document(case: Case, figures: Sequence[Figure]) -> dict[str, Any]:
             name: importlib.metadata.version(name) for name in ("jax-memeff", "jax", "jaxlib")
         },
         "call": dataclasses.asdict(case),
-        "figures": [
-            {
-                **dataclasses.asdict(figure),
-                "seconds": figure.seconds if figure.samples else None,
-            }
-            for figure in figures
-        ],
+        "figures": [_record(figure) for figure in figures],
         "advice": advice(figures),
     }
+
+
+def _record(figure: Figure) -> dict[str, Any]:
+    found = dataclasses.asdict(figure)
+    if figure.difference is not None and not math.isfinite(figure.difference):
+        found["difference"] = None  # JSON has no NaN
+    found["seconds"] = figure.seconds if figure.samples else None
+    return found | {"is_right": figure.is_right}
