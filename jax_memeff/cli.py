@@ -1,5 +1,5 @@
-"""``python -m jax_memeff doctor | info | kernels | explain | build | verify``. Only verify needs a
-GPU.
+"""``python -m jax_memeff doctor | info | kernels | explain | build | verify | bench``. Only verify
+needs a GPU.
 
 Exit codes: 0 done, 1 no kernel fits, a case of verify does not pass, a kernel does not compile,
 output cannot be written or something is broken, 2 wrong arguments, 130 interrupted.
@@ -26,10 +26,21 @@ from rich.table import Table
 
 from jax_memeff import config
 from jax_memeff._command import archives, argument_types, explain, output, stored, tables, tiles
+from jax_memeff._command.cases import options as call_options
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, gpu, select
-from jax_memeff.codegen.features import BY_NAME, FEATURES
+from jax_memeff.codegen.features import (
+    BIAS,
+    BOOLEAN,
+    BY_NAME,
+    DROPOUT,
+    FEATURES,
+    FUNCTIONS,
+    MASK,
+    SEGMENTS,
+    SOFT_CAP,
+)
 from jax_memeff.codegen.problem import DIRECTIONS, DTYPES, Direction, Problem
 from jax_memeff.codegen.spec import SPEC_DTYPES, KernelSpec
 from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
@@ -111,27 +122,52 @@ def _doctor(options: argparse.Namespace, out: Console) -> int:
 
 
 def _verify(options: argparse.Namespace, out: Console) -> int:
-    from jax_memeff._command.verify import cases, parent, report
+    from jax_memeff._command.verify import chosen, parent, report
 
-    chosen = [cases.like(options)] if options.like else cases.chosen(every=options.all)
+    if options.like and options.all:
+        raise ValueError("expected --like for one call, or --all for the library's, not both")
+    if not options.like and (given := call_options.given(options)):
+        raise ValueError(f"{', '.join(given)} describe your own call: pass --like, too, to run it")
+    cases = [call_options.case("verify --like", options)] if options.like else []
+    cases = cases or chosen.chosen(every=options.all)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     if not options.even_if_busy:
         try:
-            parent.require_idle()
+            if warning := parent.require_idle():
+                errors.print(warning, style="yellow", markup=False)
         except parent.BusyError as error:
             errors.print(str(error), style="red", markup=False)
             return 1
     start = time.monotonic()
-    errors.print(f"{len(chosen)} cases; each phase is written to {options.log}", markup=False)
+    errors.print(f"{len(cases)} cases; each phase is written to {options.log}", markup=False)
     record = parent.run(
-        chosen, options.log, options.limit, lambda line: errors.print(line, markup=False)
+        cases, options.log, options.limit, lambda line: errors.print(line, markup=False)
     )
     driver = parent.driver()
     if options.json is not None:
         options.json.write_text(json.dumps(report.document(record, driver), indent=1) + "\n")
     text = report.markdown(record, driver, time.monotonic() - start)
     out.print(text, markup=False, soft_wrap=True)
+    if record.is_interrupted:
+        return _INTERRUPTED
     return 0 if record.has_passed else 1
+
+
+def _bench(options: argparse.Namespace, out: Console) -> int:
+    case = call_options.case("bench", options)
+    # They import JAX, which the other commands do not need.
+    measure, report = (
+        importlib.import_module(f"jax_memeff._command.bench.{name}")
+        for name in ("measure", "report")
+    )
+    figures = measure.measure(case, backward=not options.forward_only)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.document(case, figures), indent=1) + "\n")
+    out.print(report.title(case), markup=False, soft_wrap=True)
+    tables.print_whole(out, report.table(figures))
+    for line in report.advice(figures):
+        out.print(line, markup=False, soft_wrap=True)
+    return 0 if all(figure.samples for figure in figures if figure.path == measure.OURS) else 1
 
 
 def _kernels(options: argparse.Namespace, out: Console) -> int:
@@ -347,7 +383,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, command, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
         added.set_defaults(command=command)
-        if command not in (_doctor, _verify):
+        if command not in (_bench, _doctor, _verify):
             added.add_argument(
                 "--arch",
                 action="append",
@@ -360,6 +396,7 @@ def _parser() -> argparse.ArgumentParser:
     add("doctor", _doctor, "report what works here, what is missing, and what to do next")
 
     _add_verify(add)
+    _add_bench(add)
 
     info = add("info", _info, "show versions of the toolchain, devices, and the kernel cache")
     info.add_argument("--timings", action="store_true", help="also time a compile and a cache hit")
@@ -373,7 +410,7 @@ def _parser() -> argparse.ArgumentParser:
         "--direction", choices=DIRECTIONS, default="forward", help="tangent: forward mode (jvp)"
     )
     explained.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES, required=True)
-    _add_dims(explained, required=True)
+    argument_types.add_dims(explained, required=True)
     explained.add_argument(
         "--all", action="store_true", help="every kernel that was not chosen; default: the nearest"
     )
@@ -399,7 +436,7 @@ def _parser() -> argparse.ArgumentParser:
         "usual ones of a head dim (plain, each feature alone, all features)",
     )
     build.add_argument("--dtype", type=argument_types.dtype, choices=SPEC_DTYPES)
-    _add_dims(build, required=False)
+    argument_types.add_dims(build, required=False)
     build.add_argument("--all", action="store_true", help="all dtypes and dims, unless named")
     build.add_argument(
         "--models",
@@ -427,7 +464,7 @@ def _add_verify(add: Any) -> None:
     )
     verify.epilog = (
         "example: python -m jax_memeff verify --like --dtype bf16 --head-dim 128 --causal "
-        "--seq 4096 --heads 32 --kv-heads 8"
+        "--seq 4096 --heads 32 --key-heads 8"
     )
     verify.add_argument("--all", action="store_true", help="more cases, which take longer")
     verify.add_argument(
@@ -435,7 +472,7 @@ def _add_verify(add: Any) -> None:
     )
     verify.add_argument(
         "--limit",
-        type=float,
+        type=argument_types.seconds,
         default=60.0,
         metavar="SECONDS",
         help="kill a process whose launch takes longer; compiling does not count; default: 60",
@@ -445,32 +482,34 @@ def _add_verify(add: Any) -> None:
         action="store_true",
         help="run under MPS, or although other processes compute on the GPU, which may end them",
     )
-    verify.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    _add_json(verify)
     verify.add_argument(
         "--log",
-        type=Path,
-        default=Path("jax_memeff_verify.jsonl"),
+        type=argument_types.file_to_write,
+        default="jax_memeff_verify.jsonl",
         metavar="FILE",
         help="each phase is on the disk before it begins; default: %(default)s",
     )
-    verify.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES)
-    _add_dims(verify, required=False)
-    for name, default, text in (
-        ("batch", 2, "batch size"),
-        ("seq", 512, "key length, and query length unless --queries is given"),
-        ("queries", None, "query length"),
-        ("heads", 4, "query heads"),
-        ("kv-heads", 4, "key heads"),
-    ):
-        verify.add_argument(f"--{name}", type=argument_types.size, default=default, help=text)
-    for feature in FEATURES:
-        feature.add_flags(verify)
+    call_options.add_to(verify)
 
 
-def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    parser.add_argument(
-        "--head-dim", type=argument_types.size, required=required, help="head dim of query and key"
+def _add_bench(add: Any) -> None:
+    bench = add("bench", _bench, "time one call on this machine, CPU or GPU, beside jax.nn")
+    bench.epilog = (
+        "example: python -m jax_memeff bench --batch 8 --seq 4096 --heads 32 --key-heads 8 "
+        "--head-dim 128 --causal"
     )
+    bench.add_argument("--forward-only", action="store_true", help="no gradients")
+    _add_json(bench)
+    of_jax_nn = (MASK, SEGMENTS, BOOLEAN, BIAS, FUNCTIONS, SOFT_CAP, DROPOUT)
+    call_options.add_to(bench, of_jax_nn)
+    bench.set_defaults(dtype="bf16")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--value-dim", type=argument_types.size, help="head dim of value; default: --head-dim"
+        "--json",
+        type=argument_types.file_to_write,
+        metavar="FILE",
+        help="also write the results here",
     )

@@ -83,8 +83,8 @@ class Mask(Feature[MaskKind, MaskKind]):
             nargs="?",
             const=NO_BOUND,
             metavar="LEFT",
-            help="a causal window: a row attends to at most LEFT keys before its own. The number "
-            "changes only the drawing",
+            help="a causal window: a row attends to at most LEFT keys before its own. No kernel "
+            "depends on the number",
         )
 
     def from_flags(self, flags: argparse.Namespace) -> MaskKind:

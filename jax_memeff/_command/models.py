@@ -22,6 +22,7 @@ from jax_memeff import (
 )
 from jax_memeff._compat import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax_memeff._cuda import selection
+from jax_memeff._cuda.derivatives import tangents
 from jax_memeff.codegen.spec import KernelSpec
 
 Job = tuple[KernelSpec, str]
@@ -85,16 +86,21 @@ def kernels(names: Sequence[str], archs: Sequence[str]) -> list[Job]:
 def of_program(
     program: Callable[..., Any], arguments: Sequence[Any], archs: Sequence[str] = ()
 ) -> Iterator[Job]:
-    """The kernels of the forwards and backwards in a program, which is traced.
+    """The kernels of the forwards, backwards and tangents in a program, which is traced.
 
-    Without ``archs`` the architectures are those that the program would be compiled for.
+    Tangents without a kernel are computed in plain JAX. Without ``archs`` the architectures are
+    those that the program would be compiled for.
 
     Raises:
         UnsupportedError: a call has no kernel.
     """
     for equation in _equations(jax.make_jaxpr(program)(*arguments).jaxpr):
         avals = [variable.aval for variable in equation.invars]
-        for specs in selection.of_call(avals, **equation.params, archs=archs):
+        if equation.primitive.name == "attention_tangent":
+            found = [tangents.kernels(avals, **equation.params, archs=archs) or {}]
+        else:
+            found = selection.of_call(avals, **equation.params, archs=archs)
+        for specs in found:
             yield from ((spec, arch) for arch, spec in specs.items())
 
 
@@ -204,7 +210,7 @@ def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """The attention primitives of a program, those of its functions too."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name in ("attention_fwd", "attention_bwd"):
+        if equation.primitive.name in ("attention_fwd", "attention_bwd", "attention_tangent"):
             yield equation
         for value in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)

@@ -85,6 +85,18 @@ def mask(text: str) -> Mask:
     return Mask.function(imported("--mask-function", text))
 
 
+def require(score: str | None, mask: str | None) -> None:
+    """Raise unless both names, as :func:`added` takes them, are those of a function of its kind.
+
+    Raises:
+        ValueError, UnsupportedError: as :func:`added` says.
+    """
+    if score is not None:
+        _traced("--score-function", score, traced_score_function)
+    if mask is not None:
+        _traced("--mask-function", mask, traced_mask_function)
+
+
 def _traced(flag: str, name: str, trace: Trace) -> Any:
     function = imported(flag, name)
     try:

@@ -97,12 +97,15 @@ def test_support_table_is_up_to_date():
     assert text == module.updated(text), "run: python docs/support_table.py"
 
 
+COMMANDS = ["doctor", "verify", "bench", "info", "kernels", "explain", "build"]
+
+
 @pytest.mark.quick
 def test_commands_of_the_readme_are_understood(monkeypatch, capsys):
     """The commands are only parsed, because each has its own tests."""
     commands = re.findall(r"^\| `python -m jax_memeff ([^`]+)`", README.read_text(), re.MULTILINE)
     names = [command.split()[0] for command in commands]
-    assert list(dict.fromkeys(names)) == ["doctor", "verify", "info", "kernels", "explain", "build"]
+    assert list(dict.fromkeys(names)) == COMMANDS
     for command in commands:
         arguments = command.replace("[", "").replace("]", "").split()
         assert cli._parser().parse_args(arguments).command

@@ -1,26 +1,23 @@
-"""One case on the GPU: its programs are compiled, launched twice, compared with the oracle and with
-the blockwise path, and timed beside ``jax.nn``.
+"""One case on the GPU: its programs are launched twice, compared with the oracle and with the
+blockwise path, and timed beside ``jax.nn``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import math
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_memeff._command.verify import oracle, programs
-from jax_memeff._command.verify.arrays import Arrays
-from jax_memeff._command.verify.cases import Case
-from jax_memeff._command.verify.oracle import Comparison
-from jax_memeff.errors import UnsupportedError
+from jax_memeff._command.cases import oracle, programs, timing
+from jax_memeff._command.cases.arrays import Arrays
+from jax_memeff._command.cases.case import Case
+from jax_memeff._command.cases.oracle import Comparison
 
 Say = Callable[..., None]
 """Announces a phase, with its name and what it is about, before it begins."""
@@ -32,24 +29,55 @@ JAX_NN: Mapping[str, Literal["cudnn", "xla"]] = {"jax_cudnn": "cudnn", "jax_xla"
 _TF32_TOLERANCE = 1e-3
 _FLOAT32_TOLERANCE = 5e-6
 _POISONED_BYTES = 64 << 20
-_BATCHES = 5
-_BATCH_SECONDS = 0.02
-_MOST_LAUNCHES = 500
+_ROUNDS = 5
 
 
-def check(case: Case, say: Say) -> dict[str, Any]:
-    """The outcome of a case: its ``state`` ("passed", "failed" or "no kernel"), ``text`` with what
-    is wrong, the ``errors`` of both paths and the ``seconds`` of the programs that were timed.
+def lowered(case: Case) -> dict[Any, Any]:
+    """The programs of a case: ``kernels``, ``plain``, and the timed ones by direction and peer.
+
+    Raises:
+        UnsupportedError: the GPU has no kernel for the case.
     """
-    say("compiling")
-    drawn = Arrays.draw(case)
-    given: Any = drawn.given()
+    given: Any = Arrays.draw(case).given()
+    # Float32 is the reference of what is too large for the oracle.
+    reference = case if case.fits_oracle else dataclasses.replace(case, dtype="float32", fast=False)
+    found: dict[Any, Any] = {
+        "kernels": jax.jit(programs.complete(case, "cuda")).lower(given),
+        "plain": jax.jit(_in_dtype(programs.complete(reference, "xla"), reference)).lower(given),
+    }
+    for direction in _directions(case):
+        if direction == "forward":
+            found[direction, OURS] = jax.jit(programs.forward(case, "cuda")).lower(given)
+        for peer, implementation in JAX_NN.items():
+            program = programs.of_jax_nn(case, implementation, direction != "forward")
+            with contextlib.suppress(Exception):  # what jax.nn raises for sizes without a path
+                found[direction, peer] = jax.jit(program).lower(given)
+    return found
+
+
+def compile_program(key: Any, program: Any) -> Any:
+    """Compile one program of :func:`lowered`; None for a peer that does not compile."""
+    if key == "plain":  # nobody times it, and trying algorithms takes most of the time
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # an XLA without this option
+            return program.compile({"xla_gpu_autotune_level": 0})
     try:
-        compiled = _compiled(case, given)
-    except UnsupportedError as error:
-        return {"state": "no kernel", "text": [" ".join(str(error).split())]}
+        return program.compile()
+    except jax.errors.JaxRuntimeError:
+        if isinstance(key, str) or key[1] == OURS:
+            raise
+        return None
+
+
+def check(case: Case, compiled: Mapping[Any, Any], say: Say) -> dict[str, Any]:
+    """The outcome of a case: its ``state`` ("passed" or "failed"), ``text`` with what is wrong, the
+    ``errors`` of both paths and the ``seconds`` of the programs that were timed.
+
+    ``compiled`` has the programs of :func:`lowered`.
+    """
+    say("drawing")
+    drawn = Arrays.draw(case)
+    given: Any = jax.device_put(drawn.given())
     say("launching", what="kernels")
-    given = jax.device_put(given)
     results = _launched(compiled["kernels"], given)
     say("launching", what="kernels, again")
     again = _launched(compiled["kernels"], given)
@@ -75,42 +103,10 @@ def check(case: Case, say: Say) -> dict[str, Any]:
         "text": wrong,
         "errors": {path: [found[:3] for found in each] for path, each in errors.items()},
     }
-    if programs.jax_nn_can_run(case) and not wrong:
+    if _directions(case) and not wrong:
         say("launching", what="timed programs")
         outcome["seconds"] = _seconds(compiled, given)
     return outcome
-
-
-def _compiled(case: Case, given: Any) -> dict[str, Any]:
-    """``kernels`` and ``plain``, and the timed programs by direction and peer.
-
-    A peer that does not compile is left out. XLA compiles them side by side; only the main thread
-    traces.
-    """
-    # Float32 is the reference of what is too large for the oracle.
-    reference = case if case.fits_oracle else dataclasses.replace(case, dtype="float32", fast=False)
-    lowered: dict[Any, Any] = {
-        "kernels": jax.jit(programs.complete(case, "cuda")).lower(given),
-        "plain": jax.jit(_in_dtype(programs.complete(reference, "xla"), reference)).lower(given),
-    }
-    optional = []
-    for direction in _directions(case):
-        if direction == "forward":
-            lowered[direction, OURS] = jax.jit(programs.forward(case, "cuda")).lower(given)
-        for peer, implementation in JAX_NN.items():
-            program = programs.of_jax_nn(case, implementation, direction != "forward")
-            try:
-                lowered[direction, peer] = jax.jit(program).lower(given)
-                optional.append((direction, peer))
-            except Exception:  # whatever jax.nn raises for sizes that it does not support
-                continue
-    with ThreadPoolExecutor(len(lowered)) as threads:
-        futures = {key: threads.submit(each.compile) for key, each in lowered.items()}
-    return {
-        key: future.result()
-        for key, future in futures.items()
-        if key not in optional or future.exception() is None
-    }
 
 
 def _in_dtype(program: programs.Program, case: Case) -> programs.Program:
@@ -128,7 +124,7 @@ def _in_dtype(program: programs.Program, case: Case) -> programs.Program:
 
 
 def _directions(case: Case) -> list[str]:
-    if not programs.jax_nn_can_run(case):
+    if not case.is_timed or not programs.jax_nn_can_run(case):
         return []
     return ["forward", "forward_backward"] if case.gradients else ["forward"]
 
@@ -251,35 +247,24 @@ def _eps(case: Case) -> float:
 
 
 def _seconds(compiled: Mapping[Any, Any], given: Any) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a call in each batch of launches, by direction and peer.
-
-    The host's clock times a batch of launches, so the times of small calls are those of the host.
-    """
-    timed = {key: program for key, program in compiled.items() if isinstance(key, tuple)}
+    """Seconds of a call in each batch of launches, by direction and peer."""
+    timed = {key: own for key, own in compiled.items() if isinstance(key, tuple) and own}
     if any(direction == "forward_backward" for direction, _ in timed):
         timed["forward_backward", OURS] = compiled["kernels"]
-    found: dict[str, dict[str, list[float]]] = {}
+    launches: dict[str, dict[str, Any]] = {}
     for (direction, peer), program in timed.items():
-        times = found.setdefault(direction, {})
-        is_second_choice = peer == "jax_xla" and "jax_cudnn" in times
+        peers = launches.setdefault(direction, {})
+        is_second_choice = peer == "jax_xla" and "jax_cudnn" in peers
         if is_second_choice:
             continue
         try:
-            times[peer] = _samples(functools.partial(program, given))
+            jax.block_until_ready(program(given))
         except jax.errors.JaxRuntimeError:
             if peer == OURS:
                 raise
-    return found
-
-
-def _samples(launch: Callable[[], Any]) -> list[float]:
-    def seconds(launches: int) -> float:
-        start = time.perf_counter()
-        for _ in range(launches):
-            results = launch()
-        jax.block_until_ready(results)
-        return (time.perf_counter() - start) / launches
-
-    seconds(2)  # the first launches record command buffers
-    count = min(_MOST_LAUNCHES, max(1, math.ceil(_BATCH_SECONDS / seconds(1))))
-    return [seconds(count) for _ in range(_BATCHES)]
+            continue
+        peers[peer] = functools.partial(program, given)
+    return {
+        direction: timing.interleaved(peers, seconds=0, least=_ROUNDS, most=_ROUNDS)
+        for direction, peers in launches.items()
+    }

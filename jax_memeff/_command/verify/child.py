@@ -2,11 +2,13 @@
 
 ``python -m jax_memeff._command.verify.child PIPE LOG``: PIPE is a file descriptor, LOG a file. Each
 phase is announced by a line of JSON in both, and the log is on the disk before the phase begins.
-Empty lines in the pipe are a heartbeat. Standard input has the cases, as a list in one line.
+Empty lines in the pipe are a heartbeat. Standard input has one line: the ``cases``, and whether
+their programs are compiled ``together``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -15,12 +17,18 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jax_memeff._command.verify.cases import Case
+from jax_memeff._command.cases.case import Case
 
 HEARTBEAT_SECONDS = 1.0
+
+_TOGETHER = 32
+"""Cases whose programs are compiled before the first of them runs: all of a run by default."""
+
+Say = Callable[..., None]
 
 _DISTRIBUTIONS = (
     *("jax-memeff", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "cuda-core"),
@@ -72,12 +80,11 @@ def main(arguments: Sequence[str], backend: str = "cuda") -> None:
     except Exception as error:  # the driver, the plugin and XLA may raise anything
         say("broken", text=_text(error))
         return
-    found = [Case.of_json(fields) for fields in json.loads(sys.stdin.readline())]
-    _compile_kernels(found, say)
-    for case in found:
-        outcome = _outcome(case, functools.partial(say, case=case.name))
-        say("done", case=case.name, outcome=outcome)
-        if outcome["state"] == "failed":
+    given = json.loads(sys.stdin.readline())
+    cases = [Case.of_json(fields) for fields in given["cases"]]
+    size = _TOGETHER if given["together"] else 1
+    for first in range(0, len(cases), size):
+        if not _run(cases[first : first + size], say):
             return
 
 
@@ -123,39 +130,85 @@ def _machine(device: Any) -> dict[str, Any]:
     }
 
 
-def _compile_kernels(cases: Sequence[Case], say: Any) -> None:
-    """Compile the kernels of all cases in parallel processes, so that each case finds its own.
+def _run(cases: Sequence[Case], say: Say) -> bool:
+    """Compile the programs of all cases, then run each case; returns whether none failed."""
+    from jax_memeff._command.verify import checks
 
-    What goes wrong here goes wrong again in a case, whose outcome then says so.
+    of_one = {"case": cases[0].name} if len(cases) == 1 else {}
+    compiled = _compiled(cases, functools.partial(say, **of_one))
+    for case in cases:
+        programs, own = compiled.pop(case), functools.partial(say, case=case.name)
+        if isinstance(programs, Exception):
+            outcome = _without_programs(programs)
+        else:
+            try:
+                outcome = checks.check(case, programs, own)
+            except Exception as error:  # the driver, XLA and the user's functions raise anything
+                outcome = {"state": "failed", "text": [_text(error)]}
+        own("done", outcome=outcome)
+        if outcome["state"] == "failed":
+            return False
+    return True
+
+
+def _without_programs(error: Exception) -> dict[str, Any]:
+    """The outcome of a case with programs that do not compile."""
+    from jax_memeff.errors import UnsupportedError
+
+    if isinstance(error, UnsupportedError):
+        return {"state": "no kernel", "text": [" ".join(str(error).split())]}
+    return {"state": "failed", "text": [_text(error)]}
+
+
+def _compiled(cases: Sequence[Case], say: Say) -> dict[Case, Mapping[Any, Any] | Exception]:
+    """The programs of each case, or why it has none: NVRTC compiles in processes, XLA in threads.
+
+    Only the main thread traces.
+    """
+    from jax_memeff._command.verify import checks
+
+    _compile_kernels(cases, say)
+    found: dict[Case, Any] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        say("compiling", what=f"the programs of {len(cases)} cases")
+        for case in cases:
+            try:
+                found[case] = {
+                    key: threads.submit(checks.compile_program, key, program)
+                    for key, program in checks.lowered(case).items()
+                }
+            except Exception as error:  # CompileError, and whatever functions of the user raise
+                found[case] = error
+    for case, futures in found.items():
+        if isinstance(futures, Exception):
+            continue
+        try:
+            found[case] = {key: future.result() for key, future in futures.items()}
+        except Exception as error:  # whatever XLA raises
+            found[case] = error
+    return found
+
+
+def _compile_kernels(cases: Sequence[Case], say: Say) -> None:
+    """Compile the kernels of all cases, so that lowering finds them in the cache.
+
+    What goes wrong here goes wrong again in the lowering, which says so.
     """
     from jax_memeff._command import models
-    from jax_memeff._command.verify import programs
-    from jax_memeff._command.verify.arrays import Arrays
+    from jax_memeff._command.cases import programs
+    from jax_memeff._command.cases.arrays import Arrays
     from jax_memeff.codegen.toolchain import parallel
-    from jax_memeff.errors import CompileError, UnsupportedError
+    from jax_memeff.errors import CompileError
 
     say("compiling", what="choosing kernels")
     jobs: dict[Any, None] = {}
     for case in cases:
-        try:
+        with contextlib.suppress(Exception):
             program = programs.complete(case, "cuda")
             jobs |= dict.fromkeys(models.of_program(program, [Arrays.draw(case).given()]))
-        except (UnsupportedError, ValueError):
-            continue
     say("compiling", what=f"{len(jobs)} kernels")
-    try:
+    with contextlib.suppress(CompileError):
         parallel.compile_many(jobs)
-    except CompileError as error:
-        say("compiling", what=_text(error))
-
-
-def _outcome(case: Case, say: Any) -> dict[str, Any]:
-    from jax_memeff._command.verify import checks
-
-    try:
-        return checks.check(case, say)
-    except Exception as error:  # the driver, XLA and the user's functions may raise anything
-        return {"state": "failed", "text": [_text(error)]}
 
 
 def _text(error: Exception) -> str:

@@ -21,11 +21,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jax_memeff._command.verify.cases import Case, on_gpu
+from jax_memeff._command.cases.case import Case
+from jax_memeff._command.verify.chosen import on_gpu
 
 CHILD = (sys.executable, "-m", "jax_memeff._command.verify.child")
 
-LIMITS = {"starting": 300.0, "trying": 60.0, "compiling": 1800.0, "comparing": 900.0}
+LIMITS = {
+    "starting": 300.0,
+    "trying": 60.0,
+    "compiling": 1800.0,
+    "drawing": 300.0,
+    "comparing": 900.0,
+}
 """Seconds that a phase may take. That of ``launching`` is the user's."""
 SILENCE = 60.0
 """Seconds without a heartbeat after which a child counts as stuck."""
@@ -50,6 +57,11 @@ class Record:
     outcomes: dict[Case, dict[str, Any]] = dataclasses.field(default_factory=dict)
     broken: str = ""
     """Why the run ended before its last case."""
+    is_interrupted: bool = False
+    together: bool = True
+    """Whether a child compiles the programs of several cases at a time, until that ends a child: if
+    each case is compiled alone, the next child shows which one it was.
+    """
 
     @property
     def has_passed(self) -> bool:
@@ -58,8 +70,10 @@ class Record:
         return not self.broken and "failed" not in states and "passed" in states
 
 
-def require_idle() -> None:
+def require_idle() -> str:
     """Raise if a kernel that fails could end other programs on the GPU.
+
+    Returns a warning if nobody can know that, else "".
 
     Raises:
         BusyError: MPS runs, or other processes compute on the GPU.
@@ -73,30 +87,36 @@ def require_idle() -> None:
             f"(echo quit | nvidia-cuda-mps-control) and unset CUDA_MPS_PIPE_DIRECTORY, or {advice}"
         )
     query = ("--query-compute-apps=pid,process_name", "--format=csv,noheader", *_chosen_gpu())
-    if others := [line for line in _smi(*query).splitlines() if line.strip()]:
+    if (found := _smi(*query)) is None:
+        return (
+            "nvidia-smi is not there or fails, so it is unknown whether other processes compute on "
+            "the GPU; a kernel that hangs stops them, too"
+        )
+    if others := [line for line in found.splitlines() if line.strip()]:
         raise BusyError(
             f"other processes compute on the GPU: {'; '.join(others)}. A kernel that hangs stops "
             f"them, too: end them, choose another GPU in CUDA_VISIBLE_DEVICES, or {advice}"
         )
+    return ""
 
 
 def driver() -> str:
     """The version of the driver, "" if nvidia-smi does not tell it."""
     found = _smi("--query-gpu=driver_version", "--format=csv,noheader", *_chosen_gpu())
-    return found.split("\n")[0].strip()
+    return (found or "").split("\n")[0].strip()
 
 
-def _smi(*arguments: str) -> str:
-    """What nvidia-smi prints, "" without it or if it fails."""
+def _smi(*arguments: str) -> str | None:
+    """What nvidia-smi prints, None without it or if it fails."""
     if (program := shutil.which("nvidia-smi")) is None:
-        return ""
+        return None
     try:
         done = subprocess.run(
             (program, *arguments), capture_output=True, text=True, timeout=_SMI_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _gpu() -> str:
@@ -126,22 +146,27 @@ def run(cases: Sequence[Case], log: Path, limit: float, note: Note) -> Record:
     """
     record = Record()
     waiting = list(cases)
-    while waiting and not record.broken:
-        with _child(log) as child:
-            _follow(child, waiting, record, limit, note)
-            child.append_to(log)
-        if child.survived:
-            record.broken = (
-                f"process {child.process.pid} does not end although it was killed: the GPU needs "
-                "a reset (nvidia-smi --gpu-reset, or a reboot)"
-            )
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as programs:
+        try:
+            while waiting and not record.broken:
+                with _child(log, programs) as child:
+                    _follow(child, waiting, record, limit, note)
+                    child.append_to(log)
+                if child.survived:
+                    record.broken = (
+                        f"process {child.process.pid} does not end although it was killed: the "
+                        "GPU needs a reset (nvidia-smi --gpu-reset, or a reboot)"
+                    )
+        except KeyboardInterrupt:  # the child has ended
+            record.is_interrupted = True
+            record.broken = f"interrupted before {waiting[0].name} was done"
     return record
 
 
 class _Child:
     """A process, and the lines that it sends."""
 
-    def __init__(self, log: Path, output: IO[bytes]):
+    def __init__(self, log: Path, programs: str, output: IO[bytes]):
         reader, writer = os.pipe()
         self._reader, self._output, self._rest = reader, output, b""
         self.ended: dict[str, Any] | None = None
@@ -154,7 +179,7 @@ class _Child:
                 stderr=output,
                 pass_fds=(writer,),
                 start_new_session=True,  # its compilers end with it
-                env=_environment(),
+                env=_environment(programs),
             )
         finally:
             os.close(writer)
@@ -171,9 +196,10 @@ class _Child:
                     yield from whole
                 yield None
 
-    def give(self, cases: Sequence[Case]) -> None:
+    def give(self, cases: Sequence[Case], together: bool) -> None:
         assert self.process.stdin is not None
-        text = json.dumps([dataclasses.asdict(case) for case in cases])
+        fields = [dataclasses.asdict(case) for case in cases]
+        text = json.dumps({"cases": fields, "together": together})
         with contextlib.suppress(BrokenPipeError):  # it has just ended, which the pipe shows
             self.process.stdin.write(text.encode() + b"\n")
             self.process.stdin.flush()
@@ -208,23 +234,32 @@ class _Child:
 
 
 @contextlib.contextmanager
-def _child(log: Path) -> Iterator[_Child]:
+def _child(log: Path, programs: str) -> Iterator[_Child]:
     with tempfile.TemporaryFile() as output:
-        child = _Child(log, output)
+        child = _Child(log, programs, output)
         try:
             yield child
         finally:
             child.close()
 
 
-def _environment() -> Mapping[str, str]:
-    """One GPU, numbered as nvidia-smi does; a CPU for functions of the user; memory as needed."""
+def _environment(programs: str) -> Mapping[str, str]:
+    """One GPU, numbered as nvidia-smi does; a CPU for functions of the user; memory as needed.
+
+    XLA's programs stay in the directory ``programs``: a child after one that failed compiles the
+    same. OpenBLAS gets one thread: the threads of small products wait for each other most of the
+    time, and the oracle took forty times as long.
+    """
     return {
         **os.environ,
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": _gpu(),
-        "JAX_PLATFORMS": "cuda,cpu",
+        "JAX_COMPILATION_CACHE_DIR": programs,
         "JAX_MEMEFF_PROGRESS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_PLATFORMS": "cuda,cpu",
+        "OPENBLAS_NUM_THREADS": "1",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
 
@@ -244,9 +279,11 @@ def _follow(child: _Child, waiting: list[Case], record: Record, limit: float, no
             if phase["phase"] == "ready":
                 record.machine = phase["machine"]
                 waiting[:] = on_gpu(waiting, phase["machine"]["arch"])
-                child.give(waiting)
+                child.give(waiting, record.together)
             elif phase["phase"] == "broken":
                 break
+            elif phase["phase"] == "compiling" and "case" not in phase:
+                note(f"compiling {phase['what']}")
             elif phase["phase"] == "done":
                 _finish(waiting, record, phase["outcome"], note)
                 if not waiting or phase["outcome"]["state"] == "failed":
@@ -267,6 +304,9 @@ def _follow(child: _Child, waiting: list[Case], record: Record, limit: float, no
         later = "a trivial kernel fails after a case that failed, so the GPU needs a reset "
         later += "(nvidia-smi --gpu-reset, or a reboot)"
         record.broken = f"{later if record.machine else first}: {text}"
+    elif phase["phase"] == "compiling" and "case" not in phase and record.together:
+        record.together = False
+        note(f"{text}; each case is compiled alone from now on")
     else:
         outcome = {"state": "failed", "text": [text, child.last_lines()]}
         _finish(waiting, record, outcome, note)

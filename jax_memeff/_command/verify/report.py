@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
-from jax_memeff._command.verify.cases import Case
+from jax_memeff._command.cases.case import Case
 from jax_memeff._command.verify.parent import Record
 
 _PEERS = {"memeff_cuda": "jax-memeff", "jax_cudnn": "jax.nn cuDNN", "jax_xla": "jax.nn XLA"}
@@ -22,8 +23,8 @@ def markdown(record: Record, driver: str, seconds: float) -> str:
     machine = record.machine
     facts = {
         "GPU": f"{machine.get('name', 'unknown')}, kernels for {machine.get('arch', 'none')}",
-        "driver": driver or "unknown",
         **machine.get("toolchain", {}),
+        "driver": driver or "unknown",
         "versions": ", ".join(f"{k} {v}" for k, v in machine.get("versions", {}).items()),
         "date": f"{_today()}, {seconds:.0f} s",
     }
@@ -45,8 +46,14 @@ def markdown(record: Record, driver: str, seconds: float) -> str:
 def document(record: Record, driver: str) -> dict[str, Any]:
     """The results in the form of ``benchmarks/results``."""
     machine = record.machine
-    cells = [_cell(case, outcome) for case, outcome in record.outcomes.items()]
-    measured = {p for cell in cells for records in cell["results"].values() for p in records}
+    measured = {
+        peer
+        for outcome in record.outcomes.values()
+        for times in outcome.get("seconds", {}).values()
+        for peer in times
+    }
+    peers = {name: label for name, label in _PEERS.items() if name in measured}
+    cells = [_cell(case, outcome, peers) for case, outcome in record.outcomes.items()]
     return {
         "date": _today(),
         "device": {
@@ -57,7 +64,7 @@ def document(record: Record, driver: str) -> dict[str, Any]:
         "versions": machine.get("versions", {}),
         "toolchain": machine.get("toolchain", {}),
         "method": {"clock": "host clock, batches of launches"},
-        "peers": {name: label for name, label in _PEERS.items() if name in measured},
+        "peers": peers,
         "broken": record.broken,
         "cells": cells,
     }
@@ -91,13 +98,16 @@ def _worst(errors: list[Any]) -> str:
     return f"{name} {error:.2g} / {allowed:.2g}"
 
 
-def _cell(case: Case, outcome: dict[str, Any]) -> dict[str, Any]:
+def _cell(case: Case, outcome: dict[str, Any], peers: Iterable[str]) -> dict[str, Any]:
+    """The results of a case; a direction that was timed has a record for each of ``peers``."""
     results = {}
     for direction, times in outcome.get("seconds", {}).items():
         medians = {peer: statistics.median(samples) for peer, samples in times.items()}
         results[direction] = {
-            peer: _measured(case, direction, times[peer], seconds, min(medians.values()))
-            for peer, seconds in medians.items()
+            peer: _measured(case, direction, times[peer], medians[peer], min(medians.values()))
+            if peer in medians
+            else {"error": "not timed"}
+            for peer in peers
         }
     return {
         "name": case.name,

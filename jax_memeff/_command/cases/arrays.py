@@ -5,6 +5,7 @@ read.
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._call.dropout import key_words, threshold
-from jax_memeff._command.verify import oracle
-from jax_memeff._command.verify.cases import Case
-from jax_memeff._command.verify.oracle import Problem
+from jax_memeff._command.cases import oracle
+from jax_memeff._command.cases.case import Case
+from jax_memeff._command.cases.oracle import Problem
 from jax_memeff._cuda import named_functions
 
 MOVING = ("query", "key", "value", "bias", "sinks", "captured")
@@ -26,6 +27,12 @@ _GAPS = (3, 5)
 """Tokens before the first packed sequence, and after the last."""
 
 _BLOCKS = "blocks"
+_DOCUMENTS = 4
+
+_DISTINCT = 1048573
+"""Numbers of an array before they repeat: drawing takes longer than a large case otherwise. A
+prime, so rows of no tile are equal.
+"""
 
 
 def in_blocks(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -41,13 +48,18 @@ class Arrays:
     padded: Mapping[str, np.ndarray]
 
     @classmethod
-    def draw(cls, case: Case) -> Arrays:
-        """Normal numbers, the same for each run of a case."""
+    def draw(cls, case: Case, *, as_in_models: bool = False) -> Arrays:
+        """Normal numbers, the same for each run of a case.
+
+        By default they are odd: biases have infinite elements, and segments no order.
+        ``as_in_models`` leaves that out: four documents of the same length, a finite bias.
+        """
         rng = np.random.default_rng(zlib.crc32(case.name.encode()))
         dtype = jnp.dtype(case.dtype)
 
         def normal(*shape: int, dtype: Any = dtype) -> np.ndarray:
-            return rng.standard_normal(shape, np.float32).astype(dtype)
+            count = min(math.prod(shape), _DISTINCT)
+            return np.resize(rng.standard_normal(count, np.float32).astype(dtype), shape)
 
         queries, keys = (case.B, case.T, case.N), (case.B, case.S, case.K)
         drawn = {
@@ -62,7 +74,10 @@ class Arrays:
         if case.tangents:
             drawn |= {f"{name}_tangent": normal(*drawn[name].shape) for name in MOVING[:3]}
         if case.bias:
-            drawn["bias"] = _bias(case, rng)
+            bias_dtype = jnp.dtype(case.bias_dtype or case.dtype)
+            drawn["bias"] = normal(*_shape(case, case.bias), dtype=bias_dtype)
+            if not as_in_models:
+                drawn["bias"] = _with_infinite(drawn["bias"], rng)
         if case.sinks:
             drawn["sinks"] = 2 * normal(case.N, dtype=np.float32)
             drawn["sinks"][1:2] = -np.inf
@@ -72,10 +87,13 @@ class Arrays:
             drawn["words"] = rng.integers(2**32, size=2, dtype=np.uint32)
         if case.segments:  # of -1 none is valid
             for name, length in (("query_ids", case.T), ("key_ids", case.S)):
-                ids = rng.integers(-1, 3, (case.B, length), np.int32)
-                drawn[name] = np.sort(ids, axis=1)
+                ids = np.sort(rng.integers(-1, 3, (case.B, length), np.int32), axis=1)
+                documents = np.arange(length, dtype=np.int32) * _DOCUMENTS // length
+                drawn[name] = np.resize(documents, ids.shape) if as_in_models else ids
         if case.boolean:
-            drawn["boolean"] = rng.random(_shape(case, case.boolean)) < 0.8
+            shape = _shape(case, case.boolean)
+            count = min(math.prod(shape), _DISTINCT)
+            drawn["boolean"] = np.resize(rng.random(count) < 0.8, shape)
         return cls(case, drawn)
 
     def problem(self) -> Problem:
@@ -250,15 +268,13 @@ def _shape(case: Case, dims: str) -> tuple[int, ...]:
     return tuple(1 if dim == "1" else getattr(case, dim) for dim in dims)
 
 
-def _bias(case: Case, rng: np.random.Generator) -> np.ndarray:
-    """Normal numbers, with -inf (or what counts as -inf) in some elements and whole rows."""
-    dtype = jnp.dtype(case.bias_dtype or case.dtype)
-    bias = rng.standard_normal(_shape(case, case.bias), np.float32)
+def _with_infinite(bias: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The bias with -inf (or what counts as -inf) in some elements and whole rows."""
     bias[rng.random(bias.shape) < 0.02] = -np.inf
     bias[rng.random(bias.shape[:3]) < 0.04] = -np.inf
-    if dtype != np.float16:
+    if bias.dtype != np.float16:
         bias[rng.random(bias.shape) < 0.02] = -2e38
-    return bias.astype(dtype)
+    return bias
 
 
 def _poisoned(padded: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -15,8 +15,8 @@ from jax_memeff import (
     paged_attention,
     varlen_attention,
 )
-from jax_memeff._command.verify.arrays import MOVING, in_blocks
-from jax_memeff._command.verify.cases import Case
+from jax_memeff._command.cases.arrays import MOVING, in_blocks
+from jax_memeff._command.cases.case import Case
 from jax_memeff._cuda import named_functions
 
 Given = Mapping[str, jax.Array]
@@ -65,34 +65,63 @@ def complete(case: Case, implementation: Implementation) -> Program:
     return program
 
 
+def trained(case: Case, implementation: Implementation, gradients: bool) -> Program:
+    """``out`` of a padded call and, on request, its gradients by ``dout`` alone, by the names of
+    the arrays: what a model computes.
+    """
+
+    def run(arrays: Given) -> jax.Array:
+        arguments = _arguments(case, arrays, implementation) | _of_training(case, arrays)
+        return dot_product_attention(
+            arrays["query"], arrays["key"], arrays["value"], return_residual=False, **arguments
+        )
+
+    return _with_gradients(run) if gradients else lambda arrays: {"out": run(arrays)}
+
+
 def of_jax_nn(case: Case, implementation: Literal["cudnn", "xla"], gradients: bool) -> Program:
-    """``jax.nn.dot_product_attention``, with gradients of query, key, value and bias on request."""
+    """As :func:`trained`, by ``jax.nn.dot_product_attention``.
+
+    Where it lacks an argument, it gets what its users write: a boolean mask, and zeros that pad the
+    head dims to the same size.
+    """
 
     def run(arrays: Given) -> jax.Array:
         lengths = {}
         if case.lengths is not None:
             lengths["query_seq_lengths"] = arrays["query_lengths"]
             lengths["key_value_seq_lengths"] = arrays["key_lengths"]
-        return jax.nn.dot_product_attention(
-            arrays["query"],
-            arrays["key"],
-            arrays["value"],
+        dim = max(case.H, case.value_dim)
+        query, key, value = (_with_dim(arrays[name], dim) for name in ("query", "key", "value"))
+        out = jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
             arrays.get("bias"),
-            arrays.get("boolean"),
+            _mask_of_jax_nn(case, arrays),
+            scale=case.H**-0.5,
             is_causal=case.causal is not None,
             local_window_size=case.window,
             implementation=implementation,
             **lengths,
         )
+        return out[..., : case.value_dim]
 
-    def program(arrays: Given) -> dict[str, jax.Array]:
-        if not gradients:
-            return {"out": run(arrays)}
-        moving = {name: arrays[name] for name in MOVING if name in arrays}
-        out, transpose = jax.vjp(lambda moving: run({**arrays, **moving}), moving)
-        return {"out": out, **transpose(arrays["dout"])[0]}
+    return _with_gradients(run) if gradients else lambda arrays: {"out": run(arrays)}
 
-    return program
+
+def jax_nn_lacks(case: Case) -> list[str]:
+    """The features of a padded case that ``jax.nn`` has no argument for, nor a mask can replace."""
+    features = {
+        "dropout": case.dropout,
+        "soft cap": case.soft_cap,
+        "function of the scores": case.score_function,
+        "sinks": case.sinks,
+        "largest logits": case.max_logits,
+        "tangents of its cuDNN path": case.tangents,
+        "mask aligned to the last query": case.causal == "bottom_right",
+    }
+    return [name for name, value in features.items() if value]
 
 
 def jax_nn_can_run(case: Case) -> bool:
@@ -100,11 +129,57 @@ def jax_nn_can_run(case: Case) -> bool:
 
     Its causal mask begins at the first row and column, and it multiplies float32 as asked.
     """
-    lacking = (
-        *(case.segments, case.mask_function, case.score_function, case.soft_cap, case.dropout),
-        *(case.sinks, case.max_logits, case.tangents, case.fast, case.causal == "bottom_right"),
-    )
-    return case.kind == "padded" and case.value_dim == case.H and not any(lacking)
+    is_replaced = case.segments or case.mask_function or case.value_dim != case.H or case.fast
+    return case.kind == "padded" and not is_replaced and not jax_nn_lacks(case)
+
+
+def _with_gradients(run: Callable[[Given], jax.Array]) -> Program:
+    def program(arrays: Given) -> dict[str, jax.Array]:
+        moving = {name: arrays[name] for name in MOVING if name in arrays}
+        out, transpose = jax.vjp(lambda moving: run({**arrays, **moving}), moving)
+        return {"out": out, **transpose(arrays["dout"])[0]}
+
+    return program
+
+
+def _with_dim(array: jax.Array, dim: int) -> jax.Array:
+    return jnp.pad(array, [(0, 0)] * 3 + [(0, dim - array.shape[3])])
+
+
+def _mask_of_jax_nn(case: Case, arrays: Given) -> jax.Array | None:
+    """The boolean mask of all that has no argument, broadcast where it does not differ."""
+    mask = arrays.get("boolean")
+    if case.segments:
+        query_ids, key_ids = (arrays[f"{x}_ids"] for x in ("query", "key"))
+        same = query_ids[:, None, :, None] == key_ids[:, None, None, :]
+        same &= query_ids[:, None, :, None] >= 0
+        mask = same if mask is None else mask & same
+    if (function := mask_function(case)) is not None:
+        indices = [jnp.arange(size) for size in (case.B, case.N, case.T, case.S)]
+        own = _over_indices(function, indices)
+        mask = own if mask is None else mask & own
+    return mask
+
+
+def _over_indices(function: Callable[..., Any], indices: list[jax.Array]) -> jax.Array:
+    """A function of four indices for all of them, bool[B or 1, N or 1, T, S]: batch indices and
+    heads have an axis only if the function depends on them.
+    """
+    of_rows = jax.vmap(jax.vmap(function, (None, None, None, 0)), (None, None, 0, None))
+    of_heads = _over_index(of_rows, 1, [indices[0][0], *indices[1:]])
+    return _over_index(of_heads, 0, indices)(*indices)
+
+
+def _over_index(
+    function: Callable[..., Any], place: int, indices: list[jax.Array]
+) -> Callable[..., Any]:
+    """``jax.vmap`` over one argument; an axis of size 1 if the function does not depend on it."""
+    places = tuple(0 if other == place else None for other in range(4))
+    try:
+        jax.eval_shape(jax.vmap(function, places, out_axes=None), *indices)
+    except ValueError:  # it depends on it
+        return jax.vmap(function, places)
+    return lambda *own: function(*own[:place], own[place][0], *own[place + 1 :])[None]
 
 
 def _padded(case: Case, arrays: Given, implementation: Implementation) -> tuple[jax.Array, ...]:
@@ -158,16 +233,14 @@ def _arguments(case: Case, arrays: Given, implementation: Implementation) -> dic
         mask &= Mask.segments(arrays["query_ids"], arrays["key_ids"])
     if case.boolean:
         mask &= Mask.boolean(arrays["boolean"])
-    if case.mask_function == "blocks":
-        mask &= Mask.function(in_blocks)
-    elif case.mask_function:
-        mask &= named_functions.mask(case.mask_function)
+    if (function := mask_function(case)) is not None:
+        mask &= Mask.function(function)
     return {
         "mask": mask,
         "is_causal": case.causal is not None if case.kind == "paged" else case.causal == "top_left",
         "local_window_size": case.window,
         "logits_soft_cap": case.soft_cap,
-        "score_mod": _score_function(case, arrays.get("captured")),
+        "score_mod": score_function(case, arrays.get("captured")),
         "sinks": arrays.get("sinks"),
         "implementation": implementation,
     }
@@ -187,7 +260,17 @@ def _of_training(case: Case, arrays: Given) -> dict[str, Any]:
     }
 
 
-def _score_function(case: Case, captured: jax.Array | None) -> Callable[..., Any] | None:
+def mask_function(case: Case) -> Callable[..., Any] | None:
+    """The mask function of a case: a function of (b, h, q, k)."""
+    if case.mask_function == "blocks":
+        return in_blocks
+    if not case.mask_function:
+        return None
+    return named_functions.imported("--mask-function", case.mask_function)
+
+
+def score_function(case: Case, captured: jax.Array | None) -> Callable[..., Any] | None:
+    """The score function of a case, which may read its array: a function of (s, b, h, q, k)."""
     if captured is None:
         if not case.score_function:
             return None
