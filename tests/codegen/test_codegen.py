@@ -29,11 +29,12 @@ struct Config {
   using Element = cutlass::bfloat16_t;
   static constexpr int kHeadDim = 192;
   static constexpr int kValueDim = 128;
-  static constexpr int kTileQuery = 128;
+  static constexpr int kTileQuery = 64;
   static constexpr int kTileKey = 64;
-  static constexpr int kWarps = 8;
-  static constexpr int kBlocksPerSm = 1;
+  static constexpr int kWarps = 4;
+  static constexpr int kBlocksPerSm = 2;
   static constexpr bool kStageRegisters = false;
+  static constexpr int kColumnWarps = 1;
   static constexpr int kAlignment = 16;
   static constexpr auto kMask = memeff::MaskKind::causal;
   static constexpr bool kVarlen = false;
@@ -58,10 +59,10 @@ struct Config {
 };
 
 using Kernel = memeff::FmhaForwardSm80<Config>;
-static_assert(Kernel::kThreads == 256);
-static_assert(Kernel::kSharedBytes == 90112);
+static_assert(Kernel::kThreads == 128);
+static_assert(Kernel::kSharedBytes == 65536);
 extern "C" __global__ void __launch_bounds__(Kernel::kThreads, Config::kBlocksPerSm)
-fmha_fwd_bf16_d192v128_128x64_causal_softcap_sm80(const __grid_constant__ memeff::ForwardParams params) {
+fmha_fwd_bf16_d192v128_64x64_causal_softcap_sm80(const __grid_constant__ memeff::ForwardParams params) {
   memeff::let_next_kernel_start();
   memeff::wait_for_kernel_before();
   Kernel::run(params);
@@ -188,7 +189,7 @@ def test_equal_specs_have_equal_sources_and_names_differ_with_the_source():
         assert keys == sorted(keys) and len(set(keys)) == len(keys)
         assert len({spec.name for spec in specs}) == len({emit.source(spec) for spec in specs})
         # sm_75 has float16 only. Some float32 backwards from head dim 192 on are large-dim kernels.
-        count = {"sm_75": 307, "sm_86": 1134, "sm_90": 1265, "sm_90a": 1859}.get(arch, 1260)
+        count = {"sm_75": 311, "sm_86": 1142, "sm_90": 1265, "sm_90a": 1859}.get(arch, 1268)
         assert len(set(specs)) == len(specs) == count
 
 

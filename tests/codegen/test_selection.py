@@ -192,10 +192,14 @@ def test_rows_begin_at_what_the_dims_allow(direction, dims, alignment):
 @pytest.mark.parametrize("direction", REQUIRED_DIRECTIONS)
 @pytest.mark.parametrize("dtype", ["f32", "tf32"])
 def test_every_pair_of_float32_head_dims_has_a_kernel(arch, direction, dtype):
-    widest = 128 if (arch, direction) == ("sm_86", "backward") else 256
+    # A backward with 99 KB has no tile for most pairs with more columns.
+    certain = 128 if (arch, direction) == ("sm_86", "backward") else 256
     for head_dim, value_dim in itertools.product((*range(1, 256, 15), 128, 256, 257), repeat=2):
         spec = select.select(problem(direction, dtype, head_dim, value_dim, arch))
-        assert is_large(spec) == (max(head_dim, value_dim) > widest)
+        if is_large(spec):
+            assert max(head_dim, value_dim) > certain
+        else:
+            assert max(head_dim, value_dim) <= 256
         assert head_dim <= spec.padded_head_dim and value_dim <= spec.padded_value_dim
         assert spec.shared_bytes <= gpu.of(arch).shared_bytes(spec.tile.blocks_per_sm)
 
@@ -296,7 +300,7 @@ def test_selection_is_the_first_without_reasons():
 def test_closure_takes_dims_that_are_not_tuned():
     names = {spec.name for spec in select.closure("sm_80", dtypes=["f16"], dims=[(80, 40)])}
     features = "window_varlen_positions_vmap_segments_boolean_softcap_dropout_bias32_sinks_rowmax"
-    assert f"fmha_fwd_f16_d96v64_64x64_{features}_sm80" in names
+    assert f"fmha_fwd_f16_d96v64_128x32_{features}_sm80" in names
     with pytest.raises(UnsupportedError, match="head_dim is 70000"):
         list(select.closure("sm_80", dims=[(70000, 64)]))
 
