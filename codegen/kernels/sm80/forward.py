@@ -94,8 +94,10 @@ _SM80_256 = Tile(
     64,
     8,
     1,
-    "282, causal 264; 64x32 in two blocks 274, 253",
+    "311, causal 280, with dropout 261, a soft cap 282; if warps have 16 rows alone 286, 265, 228, "
+    "232; 64x32 in two blocks 274, 253, 249, -",
     modifiers=modifiers("bias"),
+    masks=("none", "causal"),
     column_warps=2,
 )
 
