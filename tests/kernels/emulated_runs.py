@@ -159,6 +159,16 @@ SM80 += [
     # Scores of a standard deviation of 8: maxima rise by more than the slack of a reference.
     Run(MAXIMA(B=1, T=130, S=500, scale=1.0)),
 ]
+# At head dim 256 two warps share rows.
+SM80 += on_three_schedules(
+    MAXIMA(
+        B=3, T=130, S=150, H=256, N=4, K=2, soft_cap=2.0, sinks=True, dropout=0.2, lengths=LENGTHS
+    )
+)
+SM80 += [
+    Run(MAXIMA(B=1, T=130, S=500, H=250, Hv=200, scale=1.0)),
+    Run(Case(B=3, T=130, S=150, H=256, segments=1, lengths=LENGTHS, packed=True, **CAUSAL)),
+]
 SM80 += [Run(case, seed=3, unattended=True) for case in MAPPED]
 SM90 = [
     *on_three_schedules(
