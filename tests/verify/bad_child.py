@@ -19,13 +19,8 @@ import signal
 import sys
 from pathlib import Path
 
-os.environ |= (
-    {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if "gpu" not in sys.argv else {}
-)
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from jax_memeff._command.cases import case
-from jax_memeff._command.verify import checks, child
+from jax_memeff._command.verify import child
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import parallel
 
@@ -89,6 +84,8 @@ def replace_kernels(mode, where):
 
 
 def replace_programs():
+    from jax_memeff._command.verify import checks
+
     right = checks.lowered
 
     class Aborting:
@@ -113,7 +110,9 @@ def break_gpu(log):
 
 def main():
     mode, where, *arguments = sys.argv[1:]
-    if where != "gpu":
+    if where != "gpu":  # before JAX is imported
+        os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        sys.path.insert(0, str(Path(__file__).parents[1]))
         import emulator
 
         emulator.install()

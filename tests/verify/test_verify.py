@@ -11,11 +11,16 @@ import sys
 import time
 from pathlib import Path
 
+import bad_child
 import pytest
 
 from jax_memeff import cli
+from jax_memeff._command import models
+from jax_memeff._command.cases import programs
+from jax_memeff._command.cases.arrays import Arrays
 from jax_memeff._command.cases.case import Case
 from jax_memeff._command.verify import chosen, parent
+from jax_memeff.codegen.toolchain import compile as compiler
 
 GOOD = Case(B=1, T=20, S=33, N=2, K=1, H=32, causal="top_left")
 BAD = Case(B=1, T=20, S=33, N=2, K=1, H=64, gradients=False)
@@ -101,13 +106,30 @@ def test_a_gpu_that_needs_a_reset_ends_the_run(verify):
     assert "the GPU needs a reset" in report and "CUDA_ERROR_ILLEGAL_ADDRESS" in report
 
 
+@pytest.mark.parametrize("mode", bad_child.GPU_BODIES)
+def test_bad_kernels_for_a_gpu_compile(mode):
+    pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
+    program, given = programs.complete(BAD, "cuda"), Arrays.draw(BAD).given()
+    for spec, arch in models.of_program(program, [given], ["sm_80", "sm_90a"]):
+        names = [entry.name for entry in spec.entry_points]
+        compiled = compiler.compile_source(bad_child.gpu_source(spec, mode), arch, names)
+        assert {resource.name for resource in compiled.resources} == set(names)
+
+
+@pytest.mark.gpu
+def test_a_wrong_kernel_fails_its_case_alone_on_a_gpu(verify):
+    code, report, document = verify("wrong", where="gpu")
+    assert states(document) == {BAD.name: "failed", GOOD.name: "passed"}, report
+    assert code == 1 and document["broken"] == ""
+
+
 @pytest.mark.gpu
 def test_a_kernel_that_hangs_on_a_gpu_is_ended(verify, tmp_path):
     """It spins for 20 seconds at most, so the GPU recovers whatever happens here."""
     start = time.monotonic()
-    code, report, document = verify("blocks", "--limit", "4", where="gpu")
+    code, report, document = verify("blocks", "--limit", "8", where="gpu")
     assert states(document) == {BAD.name: "failed", GOOD.name: "passed"}, report
-    assert "launching kernels: did not end within 4 s, and was killed" in report
+    assert "launching kernels: did not end within 8 s, and was killed" in report
     assert code == 1 and document["broken"] == ""
     found = phases(tmp_path / "log")
     assert found.count("ready") == 2  # the second child launched a trivial kernel

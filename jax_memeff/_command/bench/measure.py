@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from jax_memeff._command.bench import reference
 from jax_memeff._command.cases import programs, timing
@@ -140,7 +139,8 @@ def _compiled(case: Case, figure: Figure, arrays: Any, device: Any) -> Any:
     memory = compiled.memory_analysis()
     if memory is not None:
         figure.temporary_bytes = memory.temp_size_in_bytes
-        needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
+        # The results of a launch live until the next one has returned its own.
+        needed = memory.temp_size_in_bytes + 2 * memory.output_size_in_bytes
         if available is not None and needed > _SHARE * available:
             figure.reason = f"it takes {_size(needed)}, {_size(available)} are available"
             return None
@@ -157,11 +157,12 @@ def _try(case: Case, figure: Figure, program: Any, arrays: Any, expected: Any) -
 
 
 def _require_memory(case: Case, device: Any, backward: bool) -> None:
-    element = np.dtype("float32").itemsize if case.dtype == "float32" else 2
+    element = 4 if case.dtype == "float32" else 2
+    of_bias = 4 if "float32" in (case.dtype, case.bias_dtype) else 2
     rows = case.B * case.T * case.N * (case.H + case.value_dim)
     columns = case.B * case.S * case.K * (case.H + case.value_dim)
     bias = math.prod(getattr(case, dim) for dim in case.bias.replace("1", "")) if case.bias else 0
-    needed = element * (rows + columns + bias) * (2 if backward else 1)
+    needed = (element * (rows + columns) + of_bias * bias) * (2 if backward else 1)
     needed += case.B * case.T * case.S if case.boolean else 0
     places = (_available_bytes(device), _host_bytes())  # the host draws them
     available = min((size for size in places if size is not None), default=None)
