@@ -27,7 +27,7 @@ def drawing(options: argparse.Namespace, spec: KernelSpec) -> str:
     if options.window == NO_BOUND:
         return "no drawing: pass a bound, such as --window 256"
     # Only drawings and functions need JAX.
-    pictures = importlib.import_module("jax_memeff._call.mask.pictures.picture")
+    pictures = importlib.import_module("jax_memeff._call.mask.pictures")
     count = pictures.number_of_tiles((options.seq,) * 2, (spec.tile.query, spec.tile.key))
     if count > pictures.MOST_TILES:
         return f"no drawing: it would have {count} tiles; pass a smaller --seq"

@@ -19,9 +19,8 @@ from jax import lax
 
 from jax_memeff._call.divisors import broadcastable, conjunction
 from jax_memeff._call.mask import Mask, block_mask
-from jax_memeff._call.mask.block_mask import Indices, Tiling
-from jax_memeff._call.mask.computed_blocks import of_tiles
-from jax_memeff._call.mask.ranges.bounds import Captured
+from jax_memeff._call.mask.block_mask import Indices, Tiling, of_tiles
+from jax_memeff._call.mask.bounds import Captured
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands.arrays import FunctionState
 from jax_memeff._call.operands.gradients import captured_name

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.mask.computed_blocks import BLOCK
+from jax_memeff._call.mask.block_mask import BLOCK
 from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands.arrays import QkvPackedOperands, batch_of
 from jax_memeff._call.operands.table import Item, mapped

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jax_memeff._api import attention as api
 from jax_memeff._blockwise.functions import is_masked
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.mask.pictures.picture import Picture, elements, of_canonical
+from jax_memeff._call.mask.pictures import Picture, elements, of_canonical
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.operands.arrays import Operands
 from jax_memeff._call.options import Options

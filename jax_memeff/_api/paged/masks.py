@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_memeff._call.mask import Mask, Window
-from jax_memeff._call.mask.window import TracedWindow
+from jax_memeff._call.mask.conditions import AnyMask, Conditions
+from jax_memeff._call.mask.window import TracedWindow, intersection
 
 
-def require_possible(mask: Mask) -> None:
+def require_possible(mask: Conditions) -> None:
     """Raise for conditions that paged calls do not take: lengths, computed blocks, segment ids.
 
     They are wrong under ``|`` and ``~``, too, so those masks are also checked.
@@ -43,14 +44,14 @@ def require_possible(mask: Mask) -> None:
         require_possible(other)
 
 
-def by_position(mask: Mask) -> Mask:
+def by_position(mask: AnyMask) -> AnyMask:
     """The same mask in terms of positions: the diagonal of every window starts at position 0.
 
     This includes windows under ``|`` and ``~``.
     """
     return dataclasses.replace(
         mask,
-        top_left=_both(mask.top_left, mask.bottom_right),
+        top_left=intersection(mask.top_left, mask.bottom_right),
         bottom_right=None,
         traced_windows=tuple(
             TracedWindow(window.left, window.right, "top_left") for window in mask.traced_windows
@@ -71,12 +72,6 @@ def by_rows(mask: Mask, longest_query: int) -> Mask:
     if window == Window(None, None):
         window = None
     return dataclasses.replace(mask, top_left=None, bottom_right=window)
-
-
-def _both(a: Window | None, b: Window | None) -> Window | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b
 
 
 def shifted(mask: Mask, batch: int, first: jax.Array, columns: int) -> Mask:
@@ -105,7 +100,7 @@ def shifted(mask: Mask, batch: int, first: jax.Array, columns: int) -> Mask:
     return dataclasses.replace(mask, booleans=tuple(map(one, mask.booleans)))
 
 
-def _with_columns(mask: Mask, columns: int) -> Mask:
+def _with_columns(mask: AnyMask, columns: int) -> AnyMask:
     """The mask with its boolean arrays, those under ``~`` too, padded to so many columns."""
 
     def one(array: jax.Array) -> jax.Array:

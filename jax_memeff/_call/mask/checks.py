@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax import dtypes
 
 from jax_memeff._call import values
-from jax_memeff._call.mask.computed_blocks import BLOCK
+from jax_memeff._call.mask.block_mask import BLOCK
+from jax_memeff._call.mask.conditions import AnyMask, Conditions
 from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
 from jax_memeff._call.mask.window import TracedWindow
-
-if TYPE_CHECKING:
-    from jax_memeff._call.mask.mask import Mask
 
 Scores = tuple[int, int, int, int]
 """B, N, T and S of a call."""
 
 
 def of_mask(
-    mask: Mask, scores: Scores, tokens: tuple[int, int] | None = None, *, clamps: bool = False
-) -> Mask:
+    mask: AnyMask, scores: Scores, tokens: tuple[int, int] | None = None, *, clamps: bool = False
+) -> AnyMask:
     """The mask with lengths in arrays, each of its arrays checked against the scores.
 
     Args:
@@ -138,7 +136,7 @@ def _segment_ids(name: str, value: Any, batch: int, length: int) -> None:
         )
 
 
-def _captured(mask: Mask) -> None:
+def _captured(mask: Conditions) -> None:
     """Check that the arrays of functions are those that were traced.
 
     Hazard: a kernel reads memory as the traced dtype. ``jax.tree.map`` over a mask can cast it.
@@ -212,7 +210,7 @@ def _block_lists(lists: KvBlocks | BlockTable, scores: Scores) -> None:
     )
 
 
-def _fields(mask: Mask) -> None:
+def _fields(mask: Conditions) -> None:
     """Check that the fields of a mask could come from its constructors."""
 
     def expect(name: str, is_right: bool, expected: str, remedy: str) -> None:

@@ -101,13 +101,13 @@ def sealed(
     attributes: Mapping[str, Any], kernels: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The attributes with the kernel of each architecture, the version and the checksum."""
-    from jax_memeff import _ffi
+    from jax_memeff._ffi import checksum
 
     found = {**attributes, "kernels": {"archs": ",".join(kernels), **kernels}}
     return {
         **found,
         "version": np.int32(VERSION),
-        "checksum": np.int64(_ffi.checksum(_bytes(found))),
+        "checksum": np.int64(checksum(_bytes(found))),
     }
 
 
