@@ -323,7 +323,7 @@ def require_countable(name: str, shape: Sequence[int]) -> None:
         )
 
 
-def broadcasts_to_scores(name: str, value: Any, scores: tuple[int, int, int, int]) -> None:
+def broadcasts_to_scores(name: str, value: Any, scores: Sequence[int]) -> None:
     """Raise for an array that does not broadcast to the scores [B, N, T, S]."""
     shape = tuple(value.shape)
     if len(shape) > 4:
@@ -338,13 +338,13 @@ def broadcasts_to_scores(name: str, value: Any, scores: tuple[int, int, int, int
         )
 
 
-def _broadcasts(shape: tuple[int, ...], scores: tuple[int, int, int, int]) -> bool:
+def _broadcasts(shape: tuple[int, ...], scores: Sequence[int]) -> bool:
     """Whether an array, left-padded with 1s, broadcasts to the scores."""
     padded = (1,) * (4 - len(shape)) + shape
     return all(size in (1, full) for size, full in zip(padded, scores, strict=True))
 
 
-def _other_dims(name: str, shape: tuple[int, ...], scores: tuple[int, int, int, int]) -> str:
+def _other_dims(name: str, shape: tuple[int, ...], scores: Sequence[int]) -> str:
     """The end of a message about a shape that does not fit: other dims for which it would."""
     batch, heads, rows, columns = scores
     if shape == (batch, columns):

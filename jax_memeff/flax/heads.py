@@ -14,7 +14,7 @@ from flax.nnx.nn import dtypes
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_memeff._api.argument_arrays import FLOAT_DTYPES
+from jax_memeff._api.arrays import FLOATS
 from jax_memeff._call import values
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
@@ -217,9 +217,9 @@ def _require_dtype(cache: Cache) -> None:
     """
     for name in ("cached_key", "cached_value"):
         dtype = getattr(cache, name).dtype.name
-        if dtype not in FLOAT_DTYPES:
+        if dtype not in FLOATS:
             raise TypeError(
-                f"{name} must be one of {', '.join(FLOAT_DTYPES)}, got {dtype}; create the cache"
+                f"{name} must be one of {', '.join(FLOATS)}, got {dtype}; create the cache"
                 " with one of these dtypes (float8 needs a paged cache)"
             )
 
