@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_memeff import config
-from jax_memeff._command import archives, argument_types, explain, output, stored, tables, tiles
+from jax_memeff._command import build, explain, output, tables
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import emit, gpu, select
@@ -156,8 +156,8 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
             code = 1
             continue
         if problem.sequence is not None:
-            out.print(tiles.grid(selected, problem.sequence))
-            out.print(tiles.drawing(options, selected), markup=False, soft_wrap=True)
+            out.print(explain.grid(selected, problem.sequence))
+            out.print(explain.drawing(options, selected), markup=False, soft_wrap=True)
         out.print(emit.source(selected), markup=False, soft_wrap=True)
     return code
 
@@ -165,7 +165,7 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
 def _build(options: argparse.Namespace, out: Console) -> int:
     jobs = _jobs(options)
     if options.output is not None:
-        archives.require_writable(options.output)
+        build.require_writable(options.output)
     table = new_table(
         "kernel", "arch", "registers", "spilled bytes", "shared bytes", "seconds", "cached"
     )
@@ -183,7 +183,7 @@ def _build(options: argparse.Namespace, out: Console) -> int:
             progress.update(task, advance=1, description=spec.name)
             results[spec, arch] = result
             if options.output is None:
-                stored.require((spec, arch), result)
+                build.require((spec, arch), result)
 
         try:
             compile_many(jobs, on_done)
@@ -214,8 +214,8 @@ def _build(options: argparse.Namespace, out: Console) -> int:
         out.print(str(failed[0]), markup=False, soft_wrap=True)
     elif options.output is not None:
         done = {job: result for job, result in results.items() if isinstance(result, Compiled)}
-        out.print(archives.write(options.output, done), markup=False, soft_wrap=True)
-    elif note := stored.elsewhere():
+        out.print(build.write(options.output, done), markup=False, soft_wrap=True)
+    elif note := build.elsewhere():
         out.print(note, soft_wrap=True)
     return 1 if failed else 0
 
@@ -352,7 +352,7 @@ def _parser() -> argparse.ArgumentParser:
                 "--arch",
                 action="append",
                 metavar="sm_NN",
-                type=argument_types.architecture,
+                type=output.architecture,
                 help="an architecture, repeatable; default: JAX_MEMEFF_ARCHS, else local devices",
             )
         return added
@@ -372,14 +372,12 @@ def _parser() -> argparse.ArgumentParser:
     explained.add_argument(
         "--direction", choices=DIRECTIONS, default="forward", help="tangent: forward mode (jvp)"
     )
-    explained.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES, required=True)
+    explained.add_argument("--dtype", type=output.dtype, choices=DTYPES, required=True)
     _add_dims(explained, required=True)
     explained.add_argument(
         "--all", action="store_true", help="every kernel that was not chosen; default: the nearest"
     )
-    explained.add_argument(
-        "--seq", type=argument_types.size, help="query and key length: draws the tiles"
-    )
+    explained.add_argument("--seq", type=output.size, help="query and key length: draws the tiles")
     explained.add_argument(
         "--query-rows",
         choices=QUERY_ROWS,
@@ -398,7 +396,7 @@ def _parser() -> argparse.ArgumentParser:
         "compile kernels into the cache: those of one problem if features are given, else the "
         "usual ones of a head dim (plain, each feature alone, all features)",
     )
-    build.add_argument("--dtype", type=argument_types.dtype, choices=SPEC_DTYPES)
+    build.add_argument("--dtype", type=output.dtype, choices=SPEC_DTYPES)
     _add_dims(build, required=False)
     build.add_argument("--all", action="store_true", help="all dtypes and dims, unless named")
     build.add_argument(
@@ -453,7 +451,7 @@ def _add_verify(add: Any) -> None:
         metavar="FILE",
         help="each phase is on the disk before it begins; default: %(default)s",
     )
-    verify.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES)
+    verify.add_argument("--dtype", type=output.dtype, choices=DTYPES)
     _add_dims(verify, required=False)
     for name, default, text in (
         ("batch", 2, "batch size"),
@@ -462,15 +460,15 @@ def _add_verify(add: Any) -> None:
         ("heads", 4, "query heads"),
         ("kv-heads", 4, "key heads"),
     ):
-        verify.add_argument(f"--{name}", type=argument_types.size, default=default, help=text)
+        verify.add_argument(f"--{name}", type=output.size, default=default, help=text)
     for feature in FEATURES:
         feature.add_flags(verify)
 
 
 def _add_dims(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument(
-        "--head-dim", type=argument_types.size, required=required, help="head dim of query and key"
+        "--head-dim", type=output.size, required=required, help="head dim of query and key"
     )
     parser.add_argument(
-        "--value-dim", type=argument_types.size, help="head dim of value; default: --head-dim"
+        "--value-dim", type=output.size, help="head dim of value; default: --head-dim"
     )

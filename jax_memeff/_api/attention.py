@@ -11,7 +11,7 @@ from jax_memeff._api.arguments import PaddedArguments, in_full, latent_dim, with
 from jax_memeff._api.arrays import PADDED, checked
 from jax_memeff._api.call import AttentionCall, of_arguments, padded
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.values import flag, takes_objects
 
 

@@ -26,7 +26,7 @@ from jax_memeff._call import dropout, functions, scaling
 from jax_memeff._call.mask import Mask, checks
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import checked as offsets_of_call
-from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands, is_varlen
+from jax_memeff._call.operands import Operands, QkvPackedOperands, is_varlen
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import sequence_of_tokens
 from jax_memeff._call.values import flag

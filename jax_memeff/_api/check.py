@@ -17,7 +17,7 @@ from jax_memeff._api import varlen
 from jax_memeff._api.paged.attention import paged_attention, prepare
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.values import score_dtype, takes_objects
 
 

@@ -16,11 +16,11 @@ from jax_memeff._blockwise.functions import is_masked
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.pictures import Picture, elements, of_canonical
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import static_integer, takes_objects
 from jax_memeff._cuda import selection
-from jax_memeff._cuda.problem import Call
+from jax_memeff._cuda.problem import KernelCall
 from jax_memeff._functions.evaluate import evaluate
 
 _TILE = 128, 128
@@ -96,7 +96,7 @@ def picture(
     if not isinstance(arch, str | None):
         raise TypeError(f"arch must be a name such as 'sm_90a', or None, got {arch!r:.80}")
     if arch is not None:
-        spec = selection.on_architecture(Call(operands, options, None), arch)
+        spec = selection.on_architecture(KernelCall(operands, options, None), arch)
         tile, title = (spec.tile.query, spec.tile.key), spec.name
     offsets = arguments.get("offsets")
     offsets = Offsets() if offsets is None else offsets

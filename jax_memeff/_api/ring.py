@@ -20,14 +20,14 @@ from jax_memeff._call import functions, sinks
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import flag, takes_objects
-from jax_memeff._ring import all_to_all, derivatives
-from jax_memeff._ring.forward_backward import valid_rows
+from jax_memeff._ring import all_to_all, attention
+from jax_memeff._ring.attention import valid_rows
 from jax_memeff._ring.products import Method, Ring
 from jax_memeff._ring.schedule import LAYOUTS, Layout
-from jax_memeff._sharding.alignment import top_left
+from jax_memeff._sharding.local import top_left
 
 AxisName = Hashable
 """The name of a mesh axis, or a tuple of names."""
@@ -226,10 +226,10 @@ def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
         return all_to_all.attention(operands, ring)
     bias = operands.bias
     if bias is None or bias.shape[3] != 1:
-        return derivatives.attention(operands, ring)
+        return attention.attention(operands, ring)
     # A bias of one number per row shifts the row's logsumexp and maximum, and nothing else.
     alone = operands._replace(bias=None, sinks=None)
-    out, lse, *maxima = derivatives.attention(alone, ring)
+    out, lse, *maxima = attention.attention(alone, ring)
     bias = jnp.broadcast_to(bias, (*lse.shape[:1], lse.shape[2], lse.shape[1], 1))
     shift = jnp.swapaxes(bias[..., 0], 1, 2)
     masked = is_masked(shift) | jnp.isneginf(lse)

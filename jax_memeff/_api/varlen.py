@@ -16,7 +16,7 @@ from jax_memeff._api.arrays import VARLEN, checked
 from jax_memeff._api.call import AttentionCall, of_arguments
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.sequences import Sequences, starts_and_lengths
 from jax_memeff._call.values import INT32_MAX, flag, is_host, takes_objects
 

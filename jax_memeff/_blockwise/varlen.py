@@ -17,8 +17,7 @@ from jax import export, lax
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise.pages import Pools
 from jax_memeff._call.divisors import gradient_shape, without_divisors
-from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.operands.gradients import (
+from jax_memeff._call.gradients import (
     Gradients,
     NeedsGrad,
     array_of,
@@ -27,7 +26,7 @@ from jax_memeff._call.operands.gradients import (
     gradients_of,
     replaced,
 )
-from jax_memeff._call.operands.table import Item, mapped
+from jax_memeff._call.operands import Item, Operands, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import Sequences, token_indices
 from jax_memeff._call.values import score_dtype

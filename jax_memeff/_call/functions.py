@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._call.offsets import Index, Offsets
-from jax_memeff._call.operands.arrays import FunctionState
+from jax_memeff._call.operands import FunctionState
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
 from jax_memeff._compat import InconclusiveDimensionOperation

@@ -1,13 +1,21 @@
-"""Standard output of the command line: a command whose output is lost ends with an error."""
+"""The command line's output, and the types of its arguments.
+
+A command whose output is lost ends with an error. An argument type makes a value of the text, or
+refuses it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
+
+from jax_memeff.codegen import arch as architectures
+from jax_memeff.codegen.features.feature import at_least
 
 
 class OutputError(Exception):
@@ -76,3 +84,25 @@ def discard() -> None:
     with contextlib.suppress(OSError):  # a stream without a file, as in tests
         to = sys.stdout.fileno()
         os.dup2(os.open(os.devnull, os.O_WRONLY), to)
+
+
+def dtype(text: str) -> str:
+    """The short name of a dtype, which may have JAX's name.
+
+    >>> dtype("bfloat16"), dtype("f16")
+    ('bf16', 'f16')
+    """
+    return re.sub("^(b?)float(?=(16|32|64)$)", r"\1f", text)
+
+
+def architecture(text: str) -> str:
+    """The name of an architecture."""
+    try:
+        architectures.capability(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+size = at_least(1)
+"""A dim or a length."""

@@ -17,16 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import mlir
 
-from jax_memeff._call.operands.arrays import (
+from jax_memeff._call.operands import (
     AnyOperands,
     Operands,
     QkvPackedOperands,
     pages_of,
 )
 from jax_memeff._call.sequences import MOST_POSITIONS
-from jax_memeff._cuda.custom_call import buffers
-from jax_memeff._cuda.custom_call.attributes import UNBOUNDED
-from jax_memeff._cuda.custom_call.buffers import Buffer
+from jax_memeff._cuda import buffers
+from jax_memeff._cuda.buffers import Buffer
+from jax_memeff._cuda.custom_call import UNBOUNDED
 from jax_memeff.codegen.strategy import FEW_ROWS
 
 # ``kNoGap`` of ffi/include/memeff/params.h

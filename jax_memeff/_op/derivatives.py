@@ -21,8 +21,7 @@ from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise.tiles import has_probabilities
 from jax_memeff._blockwise.varlen import longest
 from jax_memeff._call import divisors, sinks
-from jax_memeff._call.operands.arrays import AnyOperands, Operands, pages_of
-from jax_memeff._call.operands.gradients import (
+from jax_memeff._call.gradients import (
     AnyGradients,
     NeedsGrad,
     array_of,
@@ -32,6 +31,7 @@ from jax_memeff._call.operands.gradients import (
     named_arrays,
     needs_grad_of,
 )
+from jax_memeff._call.operands import AnyOperands, Operands, pages_of
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import token_indices
 from jax_memeff._compat import Primitive

@@ -18,8 +18,8 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_memeff import _compat as compat
-from jax_memeff._call.operands.arrays import AnyOperands, pages_of
-from jax_memeff._call.operands.gradients import NeedsGrad, array_of, differentiable, needs_grad_of
+from jax_memeff._call.gradients import NeedsGrad, array_of, differentiable, needs_grad_of
+from jax_memeff._call.operands import AnyOperands, pages_of
 from jax_memeff._call.options import Options
 from jax_memeff._op import contexts, derivatives, primitives
 from jax_memeff._op.reverse_mode import reverse_mode_only

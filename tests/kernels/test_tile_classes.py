@@ -11,7 +11,7 @@ from emulator import build
 
 from jax_memeff import Offsets
 from jax_memeff._call.mask import Mask, Window, pictures
-from jax_memeff._cuda.custom_call.attributes import UNBOUNDED
+from jax_memeff._cuda.custom_call import UNBOUNDED
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 

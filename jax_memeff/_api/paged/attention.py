@@ -30,9 +30,8 @@ from jax_memeff._call.mask.conditions import AnyMask, Conditions
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.mask.window import TracedWindow, intersection
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.pages import INVARIANT_COLUMNS, Pages
-from jax_memeff._call.sequences import Sequences
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.sequences import INVARIANT_COLUMNS, Pages, Sequences
 from jax_memeff._call.values import flag, takes_objects
 
 
