@@ -173,17 +173,17 @@ _TITLES = {
 
 def checked(
     layout: Layout,
-    given: Mapping[str, Any],
     sizes: Mapping[str, int] | None = None,
     query_dtype: Any = None,
+    **given: Any,
 ) -> Checked:
     """The arrays of a call, each compared with its row and with those before it.
 
     Args:
         layout: the rows.
-        given: the user's arguments by name.
         sizes: sizes that are known already, all of query.
         query_dtype: the dtype of query, if it is not among the rows.
+        given: the user's arguments by name.
 
     Raises:
         ValueError: a shape is wrong.
@@ -401,7 +401,7 @@ def bias_and_sinks(
             "bias must be an array to add to the scores, got a boolean array; pass it as mask"
         )
     sizes = dict(zip("BNTS", scores_shape, strict=True))
-    arrays = checked(OF_SCORES, {"bias": bias, "sinks": sinks}, sizes, query_dtype).arrays
+    arrays = checked(OF_SCORES, sizes, query_dtype, bias=bias, sinks=sinks).arrays
     bias, sinks = arrays["bias"], arrays["sinks"]
     if bias is not None:
         if bias.dtype not in (query_dtype, np.dtype("float32")):

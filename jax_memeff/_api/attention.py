@@ -211,8 +211,7 @@ def prepare(
         ValueError, TypeError: as ``dot_product_attention`` says.
     """
     named = with_defaults(PaddedArguments, arguments)
-    given = {"query": query, "key": key, "value": value}
-    arrays, sizes, batched = checked(PADDED, given)
+    arrays, sizes, batched = checked(PADDED, query=query, key=key, value=value)
     names = ("key", "value")
     if (dim := latent_dim(value_dim, value is not None, sizes["H"], names)) is not None:
         arrays["value"] = arrays["key"][..., :dim]

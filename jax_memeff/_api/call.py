@@ -89,7 +89,7 @@ def max_logits(row_maxima: jax.Array, operands: Any) -> jax.Array:
     of_sequences = functools.partial(
         jax.ops.segment_max,
         segment_ids=sequence,
-        num_segments=operands.scores[0],
+        num_segments=operands.scores_shape[0],
         indices_are_sorted=True,
     )
     # Head by head: a scatter has no rule for explicitly sharded heads, but a vmapped one does.

@@ -113,7 +113,7 @@ def check(
             host, valid = host[0], valid[0]
         _refuse(name, host, ~np.isfinite(host) & valid[..., None, None], "finite")
     if operands.bias is not None:
-        batch, _, rows, columns = operands.scores
+        batch, _, rows, columns = operands.scores_shape
         lengths = operands.sequences or operands.mask
         in_rows = _within(lengths.query_lengths, batch, rows)
         in_columns = _within(lengths.key_lengths, batch, columns)
@@ -199,7 +199,7 @@ def _segments(operands: Operands) -> None:
         for side in zip(*operands.mask.segment_ids, strict=True)
     )
     rows, columns = _rows_in_use(operands, "query"), _rows_in_use(operands, "key")
-    for batch in range(operands.scores[0]):
+    for batch in range(operands.scores_shape[0]):
         row = 0
         if operands.sequences is None:
             queries, valid = query_ids[batch], rows[batch]

@@ -83,12 +83,14 @@ def picture(
                 "outside jax.jit, jax.grad and jax.vmap"
             )
     operands, options, _ = api.prepare(query, key, value, bias, mask, **arguments)
-    if 0 in operands.scores:
+    if 0 in operands.scores_shape:
         raise ValueError(
             "a picture needs at least one batch index, head, row and column, got scores "
-            f"[B, N, T, S] = {list(operands.scores)}"
+            f"[B, N, T, S] = {list(operands.scores_shape)}"
         )
-    for name, index, size in zip(("batch", "head"), (batch, head), operands.scores, strict=False):
+    for name, index, size in zip(
+        ("batch", "head"), (batch, head), operands.scores_shape, strict=False
+    ):
         static_integer(name, index, "a Python integer", "draw it outside of jax.jit")
         if not 0 <= index < size:
             raise ValueError(f"{name} must be in [0, {size}), got {index}")
@@ -104,7 +106,7 @@ def picture(
         dataclasses.replace(
             operands.mask, captured=tuple(x[0] for x in operands.mask.captured)
         ).without_block_masks(),
-        operands.scores,
+        operands.scores_shape,
         tile,
         batch=batch,
         head=head,

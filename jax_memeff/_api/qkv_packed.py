@@ -114,7 +114,7 @@ def prepare(
         ValueError, TypeError: as ``dot_product_attention_packed`` says.
     """
     named = with_defaults(PaddedArguments, arguments)
-    arrays, sizes, batched = checked(QKV_PACKED, {"qkv": qkv})
+    arrays, sizes, batched = checked(QKV_PACKED, qkv=qkv)
     qkv = arrays["qkv"]
     scores_shape = (sizes["B"], sizes["N"], sizes["T"], sizes["T"])
     common = of_arguments(qkv.dtype, sizes["H"], scores_shape, bias, mask, named)

@@ -177,8 +177,7 @@ def ring_attention(
     choice("layout", layout, LAYOUTS)
     choice("method", method, get_args(Method))
     devices = _devices(axis_name)
-    given = {"query": query, "key": key, "value": value}
-    projections, sizes, batched = checked(RING, given)
+    projections, sizes, batched = checked(RING, query=query, key=key, value=value)
     batch, heads, rows, columns = (sizes[dim] for dim in "BNTS")
     by_heads = method == "all_to_all"
     scores_shape = (batch, heads, rows, devices * columns)

@@ -177,9 +177,14 @@ def prepare(
         ValueError, TypeError: as ``varlen_attention`` says.
     """
     named = with_defaults(CommonArguments, arguments)
-    given = {"query": query, "key": key, "value": value}
-    starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    arrays, sizes, _ = checked(VARLEN, given | starts)
+    arrays, sizes, _ = checked(
+        VARLEN,
+        query=query,
+        key=key,
+        value=value,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
     query, key, value, cu_seqlens_q, cu_seqlens_k = arrays.values()
     total_q, total_k = sizes["total_q"], sizes["total_k"]
     longest_q = max_seqlen("max_seqlen_q", max_seqlen_q)

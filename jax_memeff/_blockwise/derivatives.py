@@ -115,7 +115,7 @@ def _sums_of(
         if isinstance(call, QkvPackedOperands):
             call = call.separate()
         fixed = jnp.where(live_rows(operands.mask, lse), lse, jnp.inf)
-        if 0 in (*call.scores, call.query.shape[1], call.key.shape[1]):
+        if 0 in (*call.scores_shape, call.query.shape[1], call.key.shape[1]):
             total, weighted = _zeros(call, lse)
         elif call.sequences is None:
             total, weighted = _row_sums(call, options, fixed)
@@ -243,5 +243,5 @@ def _row_sums_varlen(operands: Operands, options: Options, lse: jax.Array) -> Su
         )
         return (total, weighted), None
 
-    indices = lax.iota(jnp.int32, operands.scores[0])
+    indices = lax.iota(jnp.int32, operands.scores_shape[0])
     return lax.scan(add, _zeros(operands, lse), (indices, per_sequence))[0]

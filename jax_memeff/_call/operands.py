@@ -84,7 +84,7 @@ class Operands(NamedTuple):
         return self.key.shape[1] if self.pages is None else self.pages.longest_key
 
     @property
-    def scores(self) -> tuple[int, int, int, int]:
+    def scores_shape(self) -> tuple[int, int, int, int]:
         """(B, N, T, S)"""
         batch, rows, heads, _ = self.query.shape
         if self.sequences is None:
@@ -131,7 +131,7 @@ def batch_of(operands: Any) -> int:
     """B, for operands whose leaves have a shape."""
     if isinstance(operands, QkvPackedOperands):
         return operands.query_key_value.shape[0]
-    return operands.scores[0]
+    return operands.scores_shape[0]
 
 
 NO_BUFFER = ""

@@ -129,12 +129,14 @@ def of_block_masks(
 
     def lines(*values: Any, tile: BlockMask) -> jax.Array:
         mask, functions, position, sequences = jax.tree.unflatten(structure, values)
-        return block_masks.lines(mask, functions, position, tile, avals.scores, shared, sequences)
+        return block_masks.lines(
+            mask, functions, position, tile, avals.scores_shape, shared, sequences
+        )
 
     def buffer(tile: BlockMask) -> Buffer:
         mask, _, *others = parts(avals)
         if not jax.tree.leaves((mask, others)):
-            known = block_masks.constant_lines(mask, tile, avals.scores)
+            known = block_masks.constant_lines(mask, tile, avals.scores_shape)
             if known is not None:
                 return constant(ctx, tile.name, known)
         own = functools.partial(lines, tile=tile)

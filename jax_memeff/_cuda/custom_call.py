@@ -279,7 +279,7 @@ def _in_32_bits(sizes: Sizes) -> np.ndarray:
 def _divisors(avals: Operands, options: Options) -> dict[str, int]:
     """The divisors of the buffers, by name; a buffer without an entry has 1."""
     own = options.divisors
-    _, boolean = divisors.combined(avals.mask, own, avals.scores[0])
+    _, boolean = divisors.combined(avals.mask, own, avals.scores_shape[0])
     bounds = functions.window_buffers(avals.mask)
     found = {buffers.buffer_name(item, bounds): own[item.name] for item in items(avals)}
     found |= {"boolean": boolean, "bias_gradient": own.of_gradient("bias") or 1}

@@ -35,7 +35,7 @@ def programs(operands: Any, options: Options) -> AskedFunctions:
     own, bounds = _with_traced_windows(
         mask.functions[0] if mask.functions else None,
         mask,
-        operands.scores,
+        operands.scores_shape,
         operands.sequences is not None,
     )
     found = options.score_function, own
@@ -171,7 +171,7 @@ _ALWAYS = Program((Value("constant", "bool", (), (("value", True),)),), (0,), ()
 
 
 def _with_traced_windows(
-    base: Program | None, mask: Mask, scores: tuple[int, int, int, int], is_varlen: bool
+    base: Program | None, mask: Mask, scores_shape: tuple[int, int, int, int], is_varlen: bool
 ) -> tuple[Program | None, tuple[str, ...]]:
     """The conjunction of ``base`` and the traced windows of a mask, and the buffers of the arrays
     that it adds to those of ``base``.
@@ -179,7 +179,7 @@ def _with_traced_windows(
     Args:
         base: the mask's function, with the values of its literals; None means true.
         mask: that of the call.
-        scores: (B, N, T, S).
+        scores_shape: (B, N, T, S).
         is_varlen: whether sequences are packed; they have lengths.
     """
     if not mask.traced_windows:
@@ -195,7 +195,10 @@ def _with_traced_windows(
                 builder.read(name)
                 if is_varlen or getattr(mask, name) is not None
                 else builder.literal(size)
-                for name, size in (("key_lengths", scores[3]), ("query_lengths", scores[2]))
+                for name, size in (
+                    ("key_lengths", scores_shape[3]),
+                    ("query_lengths", scores_shape[2]),
+                )
             )
             distance = builder.add("sub", "int32", distance, builder.add("sub", "int32", *lengths))
         if window.left is not None:

@@ -79,7 +79,7 @@ class KernelCall:
     def broadcasts_batch(self) -> bool:
         """Whether some batch indices, but not all, share an operand or a gradient."""
         avals, options = self.operands, self.options
-        batch = avals.scores[0]
+        batch = avals.scores_shape[0]
         own = {divisors.combined(avals.mask, options.divisors, batch)[0]}
         own |= {
             array_of(avals, name).shape[0]
@@ -101,10 +101,10 @@ class KernelCall:
 
         The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
         """
-        scores, shape = self.operands.scores, self._gradient_shape("bias")
-        if shape == scores:
+        scores_shape, shape = self.operands.scores_shape, self._gradient_shape("bias")
+        if shape == scores_shape:
             return "full"
-        if shape[3] == 1 and scores[3] != 1:
+        if shape[3] == 1 and scores_shape[3] != 1:
             return "rows"
         return "columns" if shape[2] == 1 else "common"
 
@@ -152,7 +152,7 @@ def bias_alignment(avals: Operands) -> int:
 
 def sizes_of(avals: Operands, divisors: Divisors) -> Sizes:
     """The sizes of a call for the code generator."""
-    batch, heads, queries, keys = avals.scores
+    batch, heads, queries, keys = avals.scores_shape
     _, query_tokens, _, head_dim = avals.query.shape
     _, key_tokens, key_heads, _ = avals.key.shape
     packed = avals.sequences is not None

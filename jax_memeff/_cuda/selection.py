@@ -37,7 +37,7 @@ def of_types(
             "query": avals.query.shape,
             "key": avals.key.shape,
             "value": avals.value.shape,
-            "scores": avals.scores,
+            "scores": avals.scores_shape,
         },
         where="programs for CUDA need static sizes",
         remedy="export a program for each size, or pass implementation='xla'",
@@ -94,7 +94,7 @@ def on_architecture(call: KernelCall, arch: str) -> KernelSpec:
 
 
 def _require_lengths(avals: Operands) -> None:
-    longest = max(avals.query.shape[1], avals.key.shape[1], *avals.scores[2:])
+    longest = max(avals.query.shape[1], avals.key.shape[1], *avals.scores_shape[2:])
     if longest > MOST_POSITIONS:
         raise UnsupportedError(
             [

@@ -39,8 +39,7 @@ from jax_memeff._call.operands import Operands
 from jax_memeff._call.values import score_dtype
 from jax_memeff._op import primitives
 from jax_memeff._op.derivatives import named
-from jax_memeff._op.reverse_mode import reverse_mode_only
-from jax_memeff._op.vjp import Perturbed, is_forward_mode, perturbed
+from jax_memeff._op.vjp import Perturbed, is_forward_mode, perturbed, reverse_mode_only
 from jax_memeff._ring.products import Keys, Ring, RingCall, Sums
 from jax_memeff._ring.schedule import Product
 

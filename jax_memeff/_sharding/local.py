@@ -43,7 +43,7 @@ def limits(operands: Any, options: Options) -> dict[str, Limit]:
     found: dict[str, Limit] = {}
     if isinstance(operands, QkvPackedOperands):
         return found
-    rows, (multiple, cause) = operands.scores[2], options.position_multiple
+    rows, (multiple, cause) = operands.scores_shape[2], options.position_multiple
     if not can_align(operands.mask):
         found["rows"] = Limit(1, lambda devices, axes: UNALIGNABLE)
     elif multiple > 1:
@@ -77,7 +77,7 @@ def with_positions(operands: Any, layout: Layout, devices: int) -> Any:
     """
     if devices == 1:
         return operands
-    _, _, rows, columns = operands.scores
+    _, _, rows, columns = operands.scores_shape
     first = lax.axis_index(layout.rows).astype(jnp.int32) * rows
     mask = top_left(operands.mask, rows * devices, columns)
     if mask.query_lengths is not None:

@@ -167,7 +167,8 @@ def _positions(
     }
     has_starts = pages.query_starts is not None
     for new in (ArrayArgument("query", "B T N H", FLOATS), ArrayArgument("key", "B T K H", FLOATS)):
-        arrays, sizes, _ = checked(paged((new,), has_starts), given)
+        layout = paged((new,), has_starts)
+        arrays, sizes, _ = checked(layout, **{row.name: given[row.name] for row in layout.rows})
     longest = sizes["max_pages"] * sizes["page_size"]
     lengths = arguments.lengths(pages.kv_lengths, sizes["B"], longest)
     starts = arrays["query_starts"]

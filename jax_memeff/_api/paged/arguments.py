@@ -50,11 +50,12 @@ def checked_pages(
     ``[tokens, heads, dim]``.
 
     Args:
-        given: the user's arguments.
+        given: the user's arguments; others are ignored.
         new: the rows of the arrays of new tokens.
     """
     has_starts = given["query_starts"] is not None
-    arrays, sizes, _ = checked(paged(new, has_starts), given)
+    layout = paged(new, has_starts)
+    arrays, sizes, _ = checked(layout, **{row.name: given[row.name] for row in layout.rows})
     _check_pool(arrays["key_pages"], arrays["page_table"])
     arrays["page_table"] = _int32_table(arrays["page_table"])
     if not has_starts:

@@ -253,14 +253,14 @@ def _divided(size: int) -> int:
 
 
 def with_blocks(
-    mask: AnyMask, scores: tuple[int, int, int, int], offsets: Offsets | None
+    mask: AnyMask, scores_shape: tuple[int, int, int, int], offsets: Offsets | None
 ) -> AnyMask:
     """The mask of a call of (B, N, T, S) with its block mask.
 
     Static windows and lengths remain conditions of their own. One function combines
     ``Mask.function``, lists of blocks, traced windows, ``|`` and ``~``.
     """
-    batch, _, rows, columns = scores
+    batch, _, rows, columns = scores_shape
     values.require_static_sequences(scores=(rows, columns))
     canonical = mask.canonical(batch, rows, columns)
     frame = expression.Frame.of(canonical, (rows, columns), offsets)
@@ -271,7 +271,7 @@ def with_blocks(
         canonical = dataclasses.replace(others, excluded=(*others.excluded, negated))
     canonical = expression.compiled(canonical, frame)
     tiling = Tiling((rows, columns), (BLOCK, BLOCK))
-    levels = of_mask(canonical, scores, offsets, tiling)
+    levels = of_mask(canonical, scores_shape, offsets, tiling)
     if levels is None:
         return mask
     levels = jnp.broadcast_to(levels, (*levels.shape[:2], *tiling.counts))
@@ -287,13 +287,16 @@ def with_blocks(
 
 
 def of_mask(
-    mask: Conditions, scores: tuple[int, int, int, int], offsets: Offsets | None, tiling: Tiling
+    mask: Conditions,
+    scores_shape: tuple[int, int, int, int],
+    offsets: Offsets | None,
+    tiling: Tiling,
 ) -> jax.Array | None:
     """The block mask of the arrays, functions and traced windows of a mask.
 
     Args:
         mask: canonical, with at most one function; static windows and lengths do not count.
-        scores: (B, N, T, S).
+        scores_shape: (B, N, T, S).
         offsets: those of the call.
         tiling: the tiles.
 
@@ -304,13 +307,16 @@ def of_mask(
     position = None if offsets is None else offsets.position()
     found = [of_ids(*pair, tiling) for pair in mask.segment_ids]
     found += [of_booleans(array, tiling) for array in mask.booleans]
-    found += [_of_function(mask, scores, offsets, tiling) for _ in mask.functions]
+    found += [_of_function(mask, scores_shape, offsets, tiling) for _ in mask.functions]
     found += of_windows(mask, position, tiling)
     return conjunction(found) if found else None
 
 
 def _of_function(
-    mask: Conditions, scores: tuple[int, int, int, int], offsets: Offsets | None, tiling: Tiling
+    mask: Conditions,
+    scores_shape: tuple[int, int, int, int],
+    offsets: Offsets | None,
+    tiling: Tiling,
 ) -> jax.Array:
     offsets = Offsets() if offsets is None else offsets
     depends = mask.functions[0].dependence(mask.functions[0].results[0])
@@ -319,8 +325,8 @@ def _of_function(
     batch, head = (
         jnp.asarray(first).astype(jnp.int32) + lax.iota(jnp.int32, size if is_read else 1)
         for first, size, is_read in (
-            (offsets.batch, scores[0], per_batch),
-            (offsets.head, scores[1], "head" in depends),
+            (offsets.batch, scores_shape[0], per_batch),
+            (offsets.head, scores_shape[1], "head" in depends),
         )
     )
     captured = [Captured(x, None) for x in mask.captured]

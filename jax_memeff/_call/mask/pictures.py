@@ -111,15 +111,15 @@ def of_mask(
             {"batch": batch, "head": head}.items(), _slices(mask), strict=True
         )
     ]
-    scores = counts[0], counts[1], rows, columns
+    scores_shape = counts[0], counts[1], rows, columns
     # A mask that is the same for all batch indices may have one offset for each of them.
     of_batch: list[Any] = [getattr(offsets, name, None) for name in ("query", "key")]
     batches = [counts[0], *(x.size for x in of_batch if getattr(x, "ndim", 0) == 1)]
     offsets = offsets_of_call(offsets, max(batches), counts[1])
-    mask = checks.of_mask(mask.without_block_masks(), scores, clamps=True)
+    mask = checks.of_mask(mask.without_block_masks(), scores_shape, clamps=True)
     return of_canonical(
         mask.canonical(counts[0], rows, columns),
-        scores,
+        scores_shape,
         (own_tile[0], own_tile[1]),
         batch=batch,
         head=head,
@@ -138,7 +138,7 @@ def number_of_tiles(sizes: tuple[int, int], tile: tuple[int, int]) -> int:
 
 def of_canonical(
     mask: Conditions,
-    scores: tuple[int, int, int, int],
+    scores_shape: tuple[int, int, int, int],
     tile: tuple[int, int],
     *,
     batch: int,
@@ -151,7 +151,7 @@ def of_canonical(
         ValueError: it would have more than ``MOST_TILES`` tiles.
     """
     offsets = Offsets() if offsets is None else offsets
-    sizes = scores[2:]
+    sizes = scores_shape[2:]
     tiles = number_of_tiles(sizes, tile)
     if tiles > MOST_TILES:
         raise ValueError(
@@ -164,7 +164,7 @@ def of_canonical(
     return Picture(
         sizes=sizes,
         tile=tile,
-        classes=tile_classes(compiled, scores, tile, offsets, batch, head),
+        classes=tile_classes(compiled, scores_shape, tile, offsets, batch, head),
         rows=rows,
         columns=columns,
         valid=_valid(mask, frame, elements(rows, columns, batch, head, offsets)),
@@ -253,7 +253,7 @@ _NO_BOUND = 2**30
 
 def tile_classes(
     mask: Conditions,
-    scores: tuple[int, int, int, int],
+    scores_shape: tuple[int, int, int, int],
     tile: tuple[int, int],
     offsets: Offsets,
     batch: int,
@@ -263,14 +263,14 @@ def tile_classes(
 
     Args:
         mask: canonical, with at most one function.
-        scores: (B, N, T, S).
+        scores_shape: (B, N, T, S).
         tile: rows and columns.
         offsets: those of the call.
         batch, head: local indices of the slice.
     """
-    tiling = Tiling(scores[2:], tile)
+    tiling = Tiling(scores_shape[2:], tile)
     computed, tested = _of_intervals(mask, tiling, offsets, batch)
-    levels = block_mask.of_mask(mask, scores, offsets, tiling)
+    levels = block_mask.of_mask(mask, scores_shape, offsets, tiling)
     if levels is not None:
         found = np.asarray(levels)
         found = found[batch % found.shape[0], head % found.shape[1]]
