@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from measuring.timing import Failure, measure
 
 import jax_memeff
-from jax_memeff._cuda.derivatives import tangents
+from jax_memeff._cuda import lowering
 
 _TOKENS = 16384
 _COLUMNS = 2048
@@ -62,7 +62,7 @@ class Program:
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     """Programs that are lowered in this context compute tangents in plain JAX."""
-    with mock.patch.object(tangents, "kernels", lambda *arguments, **static: None):
+    with mock.patch.object(lowering, "kernels", lambda *arguments, **static: None):
         yield
 
 

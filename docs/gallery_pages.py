@@ -28,8 +28,8 @@ from gallery import scores, structure, windows
 from gallery.catalog import ENTRIES, Entry, Shape
 
 from jax_memeff import Mask
-from jax_memeff._call.mask.pictures import Picture, figure
-from jax_memeff._call.mask.pictures.text import summary
+from jax_memeff._call.mask import pictures
+from jax_memeff._call.mask.pictures import Picture, summary
 
 FOLDER = ROOT / "docs" / "gallery"
 _PAGES = {scores: "Functions of scores", windows: "Windows", structure: "Structure"}
@@ -104,9 +104,9 @@ def _legend() -> str:
     width, line = 230, 22
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
-        f'height="{line * len(figure.COLORS)}" font-family="sans-serif" font-size="14">'
+        f'height="{line * len(pictures.COLORS)}" font-family="sans-serif" font-size="14">'
     ]
-    for number, (name, color) in enumerate(figure.COLORS.items()):
+    for number, (name, color) in enumerate(pictures.COLORS.items()):
         top = line * number
         lines.append(f'<rect x="4" y="{top + 4}" width="14" height="14" fill="{color}"/>')
         lines.append(f'<text x="26" y="{top + 16}">{name}</text>')
@@ -227,8 +227,8 @@ def picture(entry: Entry) -> str:
     The scores before the function are 0. For a soft cap they grow from -8 to 8 with the column.
     """
     if entry.is_mask:
-        panels = [figure.kinds_of(panel) for panel in mask_pictures(entry)]
-        colors, scale = tuple(figure.COLORS.values()), 5
+        panels = [pictures.kinds_of(panel) for panel in mask_pictures(entry)]
+        colors, scale = tuple(pictures.COLORS.values()), 5
     else:
         levels = _levels(entry)
         panels = [levels[0], *(x for x in levels[1:2] if (x != levels[0]).any())]

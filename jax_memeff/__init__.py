@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax_memeff import dropout as dropout
     from jax_memeff._api.attention import dot_product_attention as dot_product_attention
-    from jax_memeff._api.inspection.check import check as check
-    from jax_memeff._api.inspection.picture import picture as picture
+    from jax_memeff._api.check import check as check
+    from jax_memeff._api.merge import merge_attention as merge_attention
     from jax_memeff._api.paged.append import append_to_pages as append_to_pages
     from jax_memeff._api.paged.attention import paged_attention as paged_attention
-    from jax_memeff._api.paged.merge import merge_attention as merge_attention
     from jax_memeff._api.paged.pool import PagePool as PagePool
     from jax_memeff._api.patch import patch_jax_nn as patch_jax_nn
+    from jax_memeff._api.picture import picture as picture
     from jax_memeff._api.qkv_packed import (
         dot_product_attention_packed as dot_product_attention_packed,
     )
@@ -48,15 +48,15 @@ _MODULE_OF = {
     "Picture": "_call.mask.pictures",
     "UnsupportedError": "errors",
     "append_to_pages": "_api.paged.append",
-    "check": "_api.inspection.check",
+    "check": "_api.check",
     "dot_product_attention": "_api.attention",
     "dot_product_attention_packed": "_api.qkv_packed",
     "export_disabled_checks": "_cuda.export",
     "forward_mode": "_op.vjp",
-    "merge_attention": "_api.paged.merge",
+    "merge_attention": "_api.merge",
     "paged_attention": "_api.paged.attention",
     "patch_jax_nn": "_api.patch",
-    "picture": "_api.inspection.picture",
+    "picture": "_api.picture",
     "register_targets": "_cuda.export",
     "ring_attention": "_api.ring",
     "unzigzag": "_ring.schedule",

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_memeff import config
-from jax_memeff._command import archives, argument_types, explain, output, stored, tables, tiles
+from jax_memeff._command import argument_types, build, explain, output, tables
 from jax_memeff._command.cases import options as call_options
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
@@ -192,8 +192,8 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
             code = 1
             continue
         if problem.sequence is not None:
-            out.print(tiles.grid(selected, problem.sequence))
-            out.print(tiles.drawing(options, selected), markup=False, soft_wrap=True)
+            out.print(explain.grid(selected, problem.sequence))
+            out.print(explain.drawing(options, selected), markup=False, soft_wrap=True)
         out.print(emit.source(selected), markup=False, soft_wrap=True)
     return code
 
@@ -201,7 +201,7 @@ def _explain(options: argparse.Namespace, out: Console) -> int:
 def _build(options: argparse.Namespace, out: Console) -> int:
     jobs = _jobs(options)
     if options.output is not None:
-        archives.require_writable(options.output)
+        build.require_writable(options.output)
     table = new_table(
         "kernel", "arch", "registers", "spilled bytes", "shared bytes", "seconds", "cached"
     )
@@ -219,7 +219,7 @@ def _build(options: argparse.Namespace, out: Console) -> int:
             progress.update(task, advance=1, description=spec.name)
             results[spec, arch] = result
             if options.output is None:
-                stored.require((spec, arch), result)
+                build.require((spec, arch), result)
 
         try:
             compile_many(jobs, on_done)
@@ -250,8 +250,8 @@ def _build(options: argparse.Namespace, out: Console) -> int:
         out.print(str(failed[0]), markup=False, soft_wrap=True)
     elif options.output is not None:
         done = {job: result for job, result in results.items() if isinstance(result, Compiled)}
-        out.print(archives.write(options.output, done), markup=False, soft_wrap=True)
-    elif note := stored.elsewhere():
+        out.print(build.write(options.output, done), markup=False, soft_wrap=True)
+    elif note := build.elsewhere():
         out.print(note, soft_wrap=True)
     return 1 if failed else 0
 

@@ -273,9 +273,9 @@ def assert_close():
 @pytest.fixture
 def messages(caplog, monkeypatch):
     """A function that returns what ``jax_memeff`` logged about shardings, with call sites."""
-    from jax_memeff._sharding import automatic, log
+    from jax_memeff._sharding import automatic
 
-    monkeypatch.setattr(log, "_logged", set())
+    monkeypatch.setattr(automatic, "_logged", set())
     # XLA asks for the program of a device only if no cache has the whole program.
     monkeypatch.setattr(automatic, "_python_digest", lambda: os.urandom(16))
     limit = "jax_traceback_in_locations_limit"

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import jax
 
-from jax_memeff._cuda.custom_call import attributes
+from jax_memeff._cuda import custom_call
 from jax_memeff.codegen import arch as archs
 from jax_memeff.codegen import gpu
 from jax_memeff.codegen.gpu import Gpu
@@ -47,12 +47,12 @@ class Residency:
         self._target = gpu.of(arch)
         self._device = gpu.of(archs.of_capability(*_capability()))
         self._entries: dict[str, tuple[EntryPoint, bytes]] = {}
-        of_kernel = attributes.of_kernel
+        of_kernel = custom_call.of_kernel
 
         def of_padded_kernel(spec: KernelSpec, *arguments: Any) -> dict[str, Any]:
             return of_kernel(cast(KernelSpec, _Padded(spec, self._pad)), *arguments)
 
-        attributes.of_kernel = of_padded_kernel
+        custom_call.of_kernel = of_padded_kernel
         compile_kernel = compiler.compile
 
         def compile_and_note(spec: KernelSpec, arch: str) -> compiler.Compiled:

@@ -30,7 +30,7 @@ Modified = Literal["scores", "mask", "probabilities"]
 
 class Operand(NamedTuple):
     """An array of a call: one row of the table that serves all code which handles arrays without
-    computing on them (jax_memeff/_call/operands/table.py, jax_memeff/_cuda/custom_call).
+    computing on them (jax_memeff/_call/operands.py, jax_memeff/_cuda/custom_call).
 
     Dims are named as in the documentation: B batch, N query heads, K key heads, T queries, S keys,
     H head dim, Hv value dim. ``?`` after a name means "or 1", and ``~`` means "or fewer": batch

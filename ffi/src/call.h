@@ -51,7 +51,7 @@ struct Call {
   MaskParams mask = {};    // bounds only
   int bias_alignment = 1;  // in bytes, of the rows of the bias
 
-  // Python computes every number (jax_memeff/_cuda/custom_call/attributes.py), in the order in
+  // Python computes every number (jax_memeff/_cuda/custom_call.py), in the order in
   // which decode() reads them. A checksum covers them and the images, so what was damaged or edited
   // is an error. This is integrity and not security: whoever writes a program controls the machine
   // code in it (docs/deployment/export.md).

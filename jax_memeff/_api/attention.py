@@ -7,14 +7,11 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.typing import ArrayLike
 
-from jax_memeff._api import argument_arrays
-from jax_memeff._api.argument_masks import padded_lengths
-from jax_memeff._api.argument_numbers import latent_dim
-from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
-from jax_memeff._api.canonical import Call, common
+from jax_memeff._api.arguments import PaddedArguments, in_full, latent_dim, with_defaults
+from jax_memeff._api.arrays import PADDED, checked
+from jax_memeff._api.call import AttentionCall, of_arguments, padded
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.mask.expression import Frame, compiled
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.values import flag, takes_objects
 
 
@@ -207,28 +204,18 @@ def prepare(
     mask: Any,
     value_dim: Any = None,
     **arguments: Unpack[PaddedArguments],
-) -> Call[Operands]:
+) -> AttentionCall[Operands]:
     """Check the arguments of ``dot_product_attention`` and convert them to canonical form.
 
     Raises:
         ValueError, TypeError: as ``dot_product_attention`` says.
     """
     named = with_defaults(PaddedArguments, arguments)
-    has_values = value is not None
-    query, key, value = argument_arrays.projections(query, key, value if has_values else key)
-    argument_arrays.query_key_value(query, key, value)
+    arrays, sizes, batched = checked(PADDED, query=query, key=key, value=value)
     names = ("key", "value")
-    if (dim := latent_dim(value_dim, has_values, key.shape[-1], names)) is not None:
-        value = key[..., :dim]
-    batched = query.ndim == 4
-    if not batched:
-        query, key, value = query[None], key[None], value[None]
-    batch, rows, heads, head_dim = query.shape
-    columns = key.shape[1]
-    scores = (batch, heads, rows, columns)
-    options, combined, arrays = common(query.dtype, head_dim, scores, bias, mask, named)
-    combined &= padded_lengths(named, batch, (rows, columns), batched)
-    combined = combined.canonical(batch, rows, columns)
-    frame = Frame.of(combined, (rows, columns), named["offsets"])
-    operands = Operands(query, key, value, mask=compiled(combined, frame), **arrays)
-    return Call(operands, options, batched)
+    if (dim := latent_dim(value_dim, value is not None, sizes["H"], names)) is not None:
+        arrays["value"] = arrays["key"][..., :dim]
+    scores_shape = (sizes["B"], sizes["N"], sizes["T"], sizes["S"])
+    common = of_arguments(arrays["query"].dtype, sizes["H"], scores_shape, bias, mask, named)
+    mask = padded(common, scores_shape, named, batched)
+    return AttentionCall(Operands(**arrays, mask=mask, **common.arrays), common.options, batched)

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jax_memeff._api import argument_arrays, attention
+from jax_memeff._api import attention
+from jax_memeff._api.arrays import FLOATS
 from jax_memeff._call import scaling
 from jax_memeff._call.values import held, score_dtype
 from jax_memeff._op import contexts
@@ -248,7 +249,7 @@ def _only_jax_nn(signature: inspect.Signature, arguments: Mapping[str, Any]) -> 
             return f"only jax.nn has the argument {name}"
     dtypes = {name: jnp.asarray(arguments[name]).dtype for name in ("query", "key", "value")}
     for name, dtype in dtypes.items():
-        if dtype.name not in argument_arrays.FLOAT_DTYPES:
+        if dtype.name not in FLOATS:
             return f"{name} has dtype {dtype}"
     scale = arguments.get("scale")
     if scale is not None and not _is_usual_scale(scale, dtypes["query"]):

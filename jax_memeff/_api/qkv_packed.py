@@ -7,14 +7,12 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.typing import ArrayLike
 
-from jax_memeff._api import argument_arrays
-from jax_memeff._api.argument_masks import padded_lengths
 from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
-from jax_memeff._api.canonical import Call, common
+from jax_memeff._api.arrays import QKV_PACKED, checked
+from jax_memeff._api.call import AttentionCall, of_arguments, padded
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.mask.expression import Frame, compiled
-from jax_memeff._call.operands.arrays import QkvPackedOperands
-from jax_memeff._call.values import flag, require_static_sequences, takes_objects
+from jax_memeff._call.operands import QkvPackedOperands
+from jax_memeff._call.values import flag, takes_objects
 
 
 @overload
@@ -109,23 +107,17 @@ def prepare(
     bias: Any,
     mask: Any,
     **arguments: Unpack[PaddedArguments],
-) -> Call[QkvPackedOperands]:
+) -> AttentionCall[QkvPackedOperands]:
     """Check the arguments of ``dot_product_attention_packed`` and convert them to canonical form.
 
     Raises:
         ValueError, TypeError: as ``dot_product_attention_packed`` says.
     """
     named = with_defaults(PaddedArguments, arguments)
-    qkv = argument_arrays.qkv(qkv)
-    batched = qkv.ndim == 5
-    if not batched:
-        qkv = qkv[None]
-    require_static_sequences(qkv=qkv.shape[1:])
-    batch, length, _, heads, head_dim = qkv.shape
-    options, combined, arrays = common(
-        qkv.dtype, head_dim, (batch, heads, length, length), bias, mask, named
-    )
-    combined &= padded_lengths(named, batch, (length, length), batched)
-    combined = combined.canonical(batch, length, length)
-    combined = compiled(combined, Frame.of(combined, (length, length), named["offsets"]))
-    return Call(QkvPackedOperands(qkv, mask=combined, **arrays), options, batched)
+    arrays, sizes, batched = checked(QKV_PACKED, qkv=qkv)
+    qkv = arrays["qkv"]
+    scores_shape = (sizes["B"], sizes["N"], sizes["T"], sizes["T"])
+    common = of_arguments(qkv.dtype, sizes["H"], scores_shape, bias, mask, named)
+    mask = padded(common, scores_shape, named, batched)
+    operands = QkvPackedOperands(qkv, mask=mask, **common.arrays)
+    return AttentionCall(operands, common.options, batched)

@@ -12,23 +12,22 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jax_memeff import _compat as compat
-from jax_memeff._api import argument_arrays, argument_masks
-from jax_memeff._api import argument_numbers as numbers
-from jax_memeff._api.arguments import PaddedArguments, in_full, with_defaults
-from jax_memeff._api.canonical import common, results
+from jax_memeff._api.arguments import PaddedArguments, choice, in_full, with_defaults
+from jax_memeff._api.arrays import RING, checked
+from jax_memeff._api.call import checked_mask, max_logits, of_arguments, padded_lengths, results
 from jax_memeff._blockwise.functions import is_masked
-from jax_memeff._call import functions, max_logits, sinks
+from jax_memeff._call import functions, sinks
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import MOST_POSITION, Offsets
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import flag, takes_objects
-from jax_memeff._ring import all_to_all, derivatives
-from jax_memeff._ring.forward_backward import valid_rows
+from jax_memeff._ring import all_to_all, attention
+from jax_memeff._ring.attention import valid_rows
 from jax_memeff._ring.products import Method, Ring
 from jax_memeff._ring.schedule import LAYOUTS, Layout
-from jax_memeff._sharding.alignment import top_left
+from jax_memeff._sharding.local import top_left
 
 AxisName = Hashable
 """The name of a mesh axis, or a tuple of names."""
@@ -175,39 +174,33 @@ def ring_attention(
     with_residual = flag("return_residual", return_residual)
     with_max_logits = flag("return_max_logits", return_max_logits)
     named = with_defaults(PaddedArguments, arguments)
-    numbers.choice("layout", layout, LAYOUTS)
-    numbers.choice("method", method, get_args(Method))
+    choice("layout", layout, LAYOUTS)
+    choice("method", method, get_args(Method))
     devices = _devices(axis_name)
-    query, key, value = argument_arrays.projections(query, key, value)
-    argument_arrays.query_key_value(query, key, value)
-    batched = query.ndim == 4
-    if not batched:
-        query, key, value = query[None], key[None], value[None]
-    batch, rows, heads, head_dim = query.shape
-    columns = key.shape[1]
+    projections, sizes, batched = checked(RING, query=query, key=key, value=value)
+    batch, heads, rows, columns = (sizes[dim] for dim in "BNTS")
     by_heads = method == "all_to_all"
-    scores = (batch, heads, rows, devices * columns)
+    scores_shape = (batch, heads, rows, devices * columns)
     longest = devices * rows, devices * columns
     _lengths_suit(axis_name, layout, rows, columns)
     _positions_fit(axis_name, longest)
     if by_heads:
-        all_to_all.check_heads(axis_name, devices, heads, key.shape[2])
+        all_to_all.check_heads(axis_name, devices, heads, sizes["K"])
     _whole_columns(axis_name, "bias", bias, columns, devices)
     _whole_columns(axis_name, "mask", mask, columns, devices)
     _no_positions(axis_name, named["offsets"])
     is_array = mask is not None and not isinstance(mask, Mask)
-    options, combined, arrays = common(
-        query.dtype, head_dim, scores, bias, mask if is_array else None, named
-    )
+    dtype, array = projections["query"].dtype, mask if is_array else None
+    options, combined, arrays = of_arguments(dtype, sizes["H"], scores_shape, bias, array, named)
     if not by_heads:
         _chunks_suit(axis_name, layout, rows, columns, options)
     _no_local_arrays(mask)
-    combined &= argument_masks.padded_lengths(named, batch, longest, batched)
+    combined &= padded_lengths(named, batch, longest, batched)
     if isinstance(mask, Mask):
         combined &= mask.without_block_masks()
         if mask.has_function():
             arrays["functions"] = functions.state(batch, heads, named["offsets"])
-    combined = _canonical(combined, scores, columns, longest, named["offsets"])
+    combined = _canonical(combined, scores_shape, columns, longest, named["offsets"])
     _same_on_all_devices(axis_name, "query", combined.query_lengths)
     _same_on_all_devices(axis_name, "key", combined.key_lengths)
     options = dataclasses.replace(
@@ -216,10 +209,10 @@ def ring_attention(
     ring = Ring(axis_name, devices, layout, method, options)
     # The ring sets the positions.
     arrays["position"] = None
-    operands = Operands(query, key, value, mask=combined, **arrays)
+    operands = Operands(**projections, mask=combined, **arrays)
 
     def largest(maxima: jax.Array) -> jax.Array:
-        return lax.pmax(max_logits.of_heads(maxima, operands), axis_name)
+        return lax.pmax(max_logits(maxima, operands), axis_name)
 
     return results(_attend(operands, ring), with_residual, batched, largest)
 
@@ -232,10 +225,10 @@ def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
         return all_to_all.attention(operands, ring)
     bias = operands.bias
     if bias is None or bias.shape[3] != 1:
-        return derivatives.attention(operands, ring)
+        return attention.attention(operands, ring)
     # A bias of one number per row shifts the row's logsumexp and maximum, and nothing else.
     alone = operands._replace(bias=None, sinks=None)
-    out, lse, *maxima = derivatives.attention(alone, ring)
+    out, lse, *maxima = attention.attention(alone, ring)
     bias = jnp.broadcast_to(bias, (*lse.shape[:1], lse.shape[2], lse.shape[1], 1))
     shift = jnp.swapaxes(bias[..., 0], 1, 2)
     masked = is_masked(shift) | jnp.isneginf(lse)
@@ -354,18 +347,18 @@ def _no_local_arrays(mask: Any) -> None:
 
 def _canonical(
     mask: Mask,
-    scores: tuple[int, int, int, int],
+    scores_shape: tuple[int, int, int, int],
     columns: int,
     longest: tuple[int, int],
     offsets: Offsets | None,
 ) -> Mask:
     """The mask as the ring reads it: one top-left window, global lengths, local segment ids."""
-    batch, heads, rows, _ = scores
+    batch, heads, rows, _ = scores_shape
     of_lengths = dataclasses.replace(mask, segment_ids=(), booleans=())
     segments = Mask(segment_ids=mask.segment_ids)
-    argument_masks.mask(of_lengths, (batch, heads, *longest))
-    argument_masks.mask(segments, (batch, heads, rows, columns))
-    argument_masks.mask(Mask(booleans=mask.booleans), scores)
+    checked_mask(of_lengths, (batch, heads, *longest))
+    checked_mask(segments, (batch, heads, rows, columns))
+    checked_mask(Mask(booleans=mask.booleans), scores_shape)
     canonical = of_lengths.canonical(batch, *longest) & segments.canonical(batch, rows, columns)
     booleans = Mask(booleans=mask.booleans).canonical(batch, rows, columns)
     canonical = top_left(canonical & booleans, *longest)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, Literal, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.typing import ArrayLike
 
-from jax_memeff._api import argument_arrays, argument_masks, argument_numbers
-from jax_memeff._api.arguments import CommonArguments, in_full, with_defaults
-from jax_memeff._api.canonical import Call, common
+from jax_memeff._api.arguments import CommonArguments, in_full, max_seqlen, with_defaults
+from jax_memeff._api.arrays import VARLEN, checked
+from jax_memeff._api.call import AttentionCall, of_arguments
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.sequences import Sequences, starts_and_lengths
-from jax_memeff._call.values import flag, takes_objects
+from jax_memeff._call.values import INT32_MAX, flag, is_host, takes_objects
 
 
 @overload
@@ -168,33 +170,39 @@ def prepare(
     bias: Any,
     mask: Any,
     **arguments: Unpack[CommonArguments],
-) -> Call[Operands]:
+) -> AttentionCall[Operands]:
     """Check the arguments of ``varlen_attention`` and convert them to canonical form.
 
     Raises:
         ValueError, TypeError: as ``varlen_attention`` says.
     """
     named = with_defaults(CommonArguments, arguments)
-    query, key, value = argument_arrays.projections(query, key, value)
-    argument_arrays.tokens(query, key, value)
-    total_q, heads, head_dim = query.shape
-    total_k = key.shape[0]
-    longest_q = argument_numbers.max_seqlen("max_seqlen_q", max_seqlen_q)
-    longest_k = argument_numbers.max_seqlen("max_seqlen_k", max_seqlen_k)
-    cu_seqlens_q, cu_seqlens_k = argument_masks.cu_seqlens(
-        cu_seqlens_q, cu_seqlens_k, (total_q, total_k), (longest_q, longest_k)
+    arrays, sizes, _ = checked(
+        VARLEN,
+        query=query,
+        key=key,
+        value=value,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
     )
+    query, key, value, cu_seqlens_q, cu_seqlens_k = arrays.values()
+    total_q, total_k = sizes["total_q"], sizes["total_k"]
+    longest_q = max_seqlen("max_seqlen_q", max_seqlen_q)
+    longest_k = max_seqlen("max_seqlen_k", max_seqlen_k)
+    _cu_seqlens_in_range("cu_seqlens_q", cu_seqlens_q, total_q, longest_q)
+    _cu_seqlens_in_range("cu_seqlens_k", cu_seqlens_k, total_k, longest_k)
 
-    scores = (cu_seqlens_q.shape[0] - 1, heads, longest_q, longest_k)
+    scores_shape = (sizes["B"], sizes["N"], longest_q, longest_k)
     if isinstance(mask, Mask):
         mask = mask.without_block_masks()
-    options, combined, arrays = common(
-        query.dtype, head_dim, scores, bias, mask, named, tokens=(total_q, total_k)
+    tokens = (total_q, total_k)
+    options, combined, others = of_arguments(
+        query.dtype, sizes["H"], scores_shape, bias, mask, named, tokens
     )
     query_starts, query_lengths = starts_and_lengths(jnp.asarray(cu_seqlens_q), longest_q, total_q)
     key_starts, key_lengths = starts_and_lengths(jnp.asarray(cu_seqlens_k), longest_k, total_k)
     combined &= Mask.lengths(query_lengths, key_lengths)
-    combined = combined.canonical(scores[0], longest_q, longest_k, tokens=(total_q, total_k))
+    combined = combined.canonical(sizes["B"], longest_q, longest_k, tokens)
     frame = Frame.of(combined, (longest_q, longest_k), named["offsets"])
     combined = compiled(combined, frame._replace(query_starts=query_starts, key_starts=key_starts))
     operands = Operands(
@@ -202,7 +210,7 @@ def prepare(
         key=key[None],
         value=value[None],
         mask=dataclasses.replace(combined, query_lengths=None, key_lengths=None),
-        **arrays,
+        **others,
         sequences=Sequences(
             query_starts,
             key_starts,
@@ -212,4 +220,30 @@ def prepare(
             longest_k,
         ),
     )
-    return Call(operands, options, batched=False)
+    return AttentionCall(operands, options, batched=False)
+
+
+def _cu_seqlens_in_range(name: str, value: Any, total: int, longest: int) -> None:
+    """Raise unless NumPy starts go from 0 to the number of tokens, never decrease, and leave no
+    sequence too long.
+    """
+    if not is_host(value):
+        return
+    numbers = [int(x) for x in value]
+    most = INT32_MAX if export.is_symbolic_dim(total) else total
+    for index, number in enumerate(numbers):
+        if not 0 <= number <= most:
+            raise ValueError(
+                f"{name} must be in [0, {total}], the number of tokens, got {number} at index "
+                f"{index}"
+            )
+    for index, (start, end) in enumerate(itertools.pairwise(numbers)):
+        if end < start:
+            raise ValueError(
+                f"{name} must not decrease, got {end} after {start} at index {index + 1}"
+            )
+        if end - start > longest:
+            raise ValueError(
+                f"{name.replace('cu_', 'max_').replace('seqlens', 'seqlen')} must be at least the "
+                f"length of every sequence, got {longest}, and sequence {index} has {end - start}"
+            )

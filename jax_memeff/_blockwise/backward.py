@@ -32,10 +32,10 @@ from jax_memeff._blockwise.tiles import (
 )
 from jax_memeff._call.divisors import gradient_shape, summed
 from jax_memeff._call.functions import needs_exact_delta
+from jax_memeff._call.gradients import Gradients, NeedsGrad
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.tiles import slice_tile
-from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.operands.gradients import Gradients, NeedsGrad
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 
 

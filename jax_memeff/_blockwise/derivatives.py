@@ -25,8 +25,7 @@ from jax import lax
 
 from jax_memeff._blockwise import varlen as blockwise_varlen
 from jax_memeff._blockwise.backward import live_rows, rows_within_lengths
-from jax_memeff._blockwise.blocks import Blocks
-from jax_memeff._blockwise.tiles import Problem, dot, grouped, select, ungrouped, when
+from jax_memeff._blockwise.tiles import Blocks, Problem, dot, grouped, select, ungrouped, when
 from jax_memeff._call import sinks
 from jax_memeff._call.divisors import (
     as_gradient,
@@ -35,8 +34,7 @@ from jax_memeff._call.divisors import (
     whole,
     without_divisors,
 )
-from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands, batch_of
-from jax_memeff._call.operands.gradients import (
+from jax_memeff._call.gradients import (
     Gradients,
     NeedsGrad,
     QkvPackedGradients,
@@ -45,6 +43,7 @@ from jax_memeff._call.operands.gradients import (
     named_arrays,
     replaced,
 )
+from jax_memeff._call.operands import Operands, QkvPackedOperands, batch_of
 from jax_memeff._call.options import Options
 
 Sums = tuple[jax.Array, jax.Array]
@@ -116,7 +115,7 @@ def _sums_of(
         if isinstance(call, QkvPackedOperands):
             call = call.separate()
         fixed = jnp.where(live_rows(operands.mask, lse), lse, jnp.inf)
-        if 0 in (*call.scores, call.query.shape[1], call.key.shape[1]):
+        if 0 in (*call.scores_shape, call.query.shape[1], call.key.shape[1]):
             total, weighted = _zeros(call, lse)
         elif call.sequences is None:
             total, weighted = _row_sums(call, options, fixed)
@@ -244,5 +243,5 @@ def _row_sums_varlen(operands: Operands, options: Options, lse: jax.Array) -> Su
         )
         return (total, weighted), None
 
-    indices = lax.iota(jnp.int32, operands.scores[0])
+    indices = lax.iota(jnp.int32, operands.scores_shape[0])
     return lax.scan(add, _zeros(operands, lse), (indices, per_sequence))[0]

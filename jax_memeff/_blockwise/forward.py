@@ -16,7 +16,7 @@ from jax import lax
 from jax_memeff._blockwise.backward import backward
 from jax_memeff._blockwise.pages import Pools
 from jax_memeff._blockwise.tiles import Problem, Tile, dot, ungrouped, when
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 
 __all__ = ["backward", "forward"]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 
 
 class Pools(NamedTuple):

@@ -16,16 +16,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._blockwise import functions, pages
-from jax_memeff._blockwise.blocks import Blocks, blocks
 from jax_memeff._blockwise.functions import Coordinates
 from jax_memeff._blockwise.pages import Pools
 from jax_memeff._call import dropout
 from jax_memeff._call.divisors import as_gradient, broadcastable, expanded, of_booleans
+from jax_memeff._call.gradients import captured_name
 from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_tile
-from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.operands.gradients import captured_name
-from jax_memeff._call.options import Options
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import RANDOM_BLOCK, Options
+from jax_memeff._call.sequences import INVARIANT_COLUMNS
 from jax_memeff._call.values import likely_batch, score_dtype
 
 LONGEST_BLOCK = 512
@@ -380,3 +380,41 @@ def write_block(
     for axis, start in starts:
         first[axis] = start if x.shape[axis] != 1 else first[axis]
     return lax.dynamic_update_slice(x, tile, first)
+
+
+class Blocks(NamedTuple):
+    """The division of one axis into blocks."""
+
+    length: int
+    size: int
+
+    @property
+    def count(self) -> int:
+        return -(-self.length // self.size)
+
+    @property
+    def overlap(self) -> bool:
+        return self.length % self.size != 0
+
+    def start(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The start of a block, and its first element not counted by an earlier block; int32."""
+        first = index.astype(jnp.int32) * self.size
+        return jnp.minimum(first, self.length - self.size), first
+
+
+def _cut(length: int, longest: int) -> Blocks:
+    """Blocks of equal size; if there are several, a multiple of the block size of random bits."""
+    count = -(-length // longest)
+    if count <= 1:
+        return Blocks(length, length)
+    size = -(-length // (RANDOM_BLOCK * count)) * RANDOM_BLOCK
+    return Blocks(length, min(size, length))
+
+
+def blocks(operands: Operands, longest: int) -> tuple[Blocks, Blocks]:
+    """The blocks of rows and columns."""
+    rows, columns = operands.query.shape[1], operands.columns
+    if operands.pages is not None and operands.pages.is_invariant:
+        # XLA's order of summation depends on a product's shape, so each row is a separate product.
+        return Blocks(rows, 1), Blocks(columns, INVARIANT_COLUMNS)
+    return _cut(rows, longest), _cut(columns, longest)

@@ -17,8 +17,7 @@ from jax import export, lax
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise.pages import Pools
 from jax_memeff._call.divisors import gradient_shape, without_divisors
-from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.operands.gradients import (
+from jax_memeff._call.gradients import (
     Gradients,
     NeedsGrad,
     array_of,
@@ -27,7 +26,7 @@ from jax_memeff._call.operands.gradients import (
     gradients_of,
     replaced,
 )
-from jax_memeff._call.operands.table import Item, mapped
+from jax_memeff._call.operands import Item, Operands, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import Sequences, token_indices
 from jax_memeff._call.values import score_dtype
@@ -61,7 +60,7 @@ def forward(operands: Operands, options: Options, dtype: Any = None) -> tuple[ja
         one = blockwise.forward(part, own_options, dtype, pools)
         return tuple(_put(result, rows, part) for result, part in zip(results, one, strict=True))
 
-    return lax.fori_loop(0, operands.scores[0], sequence, results)
+    return lax.fori_loop(0, operands.scores_shape[0], sequence, results)
 
 
 def backward(
@@ -105,7 +104,9 @@ def backward(
             needs_grad,
         )
         added = {
-            name: _added(array_of(sums, name), array_of(part, name), index, operands.scores[0])
+            name: _added(
+                array_of(sums, name), array_of(part, name), index, operands.scores_shape[0]
+            )
             for name in over_sequences
         }
         return replaced(sums, added)._replace(
@@ -114,7 +115,7 @@ def backward(
             value=_put(sums.value, columns, part.value),
         )
 
-    sums = lax.fori_loop(0, operands.scores[0], sequence, sums)
+    sums = lax.fori_loop(0, operands.scores_shape[0], sequence, sums)
     rounded = {name: array_of(sums, name).astype(zeros[name].dtype) for name in over_sequences}
     return replaced(sums, rounded)
 
@@ -155,12 +156,12 @@ def _added(total: jax.Array, part: jax.Array, index: jax.Array, sequences: int) 
 
 
 def _is_empty(operands: Operands) -> bool:
-    return 0 in (*operands.scores, operands.query.shape[1], operands.key.shape[1])
+    return 0 in (*operands.scores_shape, operands.query.shape[1], operands.key.shape[1])
 
 
 def longest(operands: Operands) -> tuple[int, int]:
     """The most rows and columns of a sequence: T and S, or all tokens if those are fewer."""
-    _, _, rows, columns = operands.scores
+    _, _, rows, columns = operands.scores_shape
 
     def at_most(size: int, tokens: Any) -> int:
         # An exported program may have a symbolic number of tokens.

@@ -13,10 +13,17 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jax_memeff._call.gradients import differentiable
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands, batch_of, is_varlen
-from jax_memeff._call.operands.gradients import differentiable
-from jax_memeff._call.operands.table import Item, items, mapped
+from jax_memeff._call.operands import (
+    Item,
+    Operands,
+    QkvPackedOperands,
+    batch_of,
+    is_varlen,
+    items,
+    mapped,
+)
 from jax_memeff._call.options import Divisors, Options
 
 AnyOperands = TypeVar("AnyOperands", Operands, QkvPackedOperands)

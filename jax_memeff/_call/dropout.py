@@ -28,7 +28,7 @@ from jax import export, lax
 from jax_memeff import _compat as compat
 from jax_memeff._call import values
 from jax_memeff._call.offsets import Index, Offsets
-from jax_memeff._call.operands.arrays import DropoutState, Operands
+from jax_memeff._call.operands import DropoutState, Operands
 from jax_memeff._call.options import RANDOM_BLOCK, Options
 from jax_memeff._call.values import static_number
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._call.offsets import Index, Offsets
-from jax_memeff._call.operands.arrays import FunctionState
+from jax_memeff._call.operands import FunctionState
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
 from jax_memeff._compat import InconclusiveDimensionOperation
@@ -63,7 +63,7 @@ def needs_exact_delta(operands: Any, options: Options, needed: Sequence[bool]) -
     if program is None or not (is_rounded and options.has_whole_rows):
         return False
     shapes = [x.shape[1:] for x in operands.captured]
-    return adds_columns(program, shapes, needed, operands.scores[3])
+    return adds_columns(program, shapes, needed, operands.scores_shape[3])
 
 
 def adds_columns(

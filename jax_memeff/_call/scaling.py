@@ -1,4 +1,4 @@
-"""The scale and the soft cap: how products of query and key become scores."""
+"""Scale, soft cap and score function: how products of query and key become scores."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
+from jax_memeff._call.mask import Mask
 from jax_memeff._call.values import require_static, score_dtype, static_number
-from jax_memeff._functions.trace import BeforeFunction
+from jax_memeff._functions.trace import BeforeFunction, traced_score_function
 from jax_memeff.codegen.functions import builtin
 from jax_memeff.codegen.functions.program import Program
 
@@ -93,20 +95,52 @@ class Scaling:
 
 def of_call(
     arguments: Mapping[str, Any], head_dim: int, dtype: Any
-) -> tuple[Scaling, jax.Array | None]:
-    """The static scaling of a call and its traced scale, which is None if the scale is static.
+) -> tuple[Scaling, Program | None, tuple[jax.Array, ...]]:
+    """The static scaling of a call, the program of its scores, and the arrays that it reads.
+
+    The arrays are [1, ...]. The program contains the traced scale, the soft cap and the score
+    function. It is None if the scaling alone does the same.
 
     Args:
         arguments: all of ``CommonArguments``.
         head_dim: H.
-        dtype: the query's.
+        dtype: the query's. If it is float64, the scores are, too.
 
     Raises:
         ValueError, TypeError: as ``dot_product_attention`` says.
     """
     traced = _traced_scale(arguments["scale"], dtype)
     scale = 1.0 if traced is not None else _static_scale(arguments["scale"], head_dim, dtype)
-    return Scaling(scale, _soft_cap(arguments["logits_soft_cap"], scale, dtype)), traced
+    scaling = Scaling(scale, _soft_cap(arguments["logits_soft_cap"], scale, dtype))
+    score_mod = _checked_function(arguments["score_mod"])
+    if score_mod is None and traced is None:
+        return scaling, None, ()
+    program, arrays = traced_score_function(
+        _same_score if score_mod is None else score_mod,
+        "float64" if score_dtype(dtype) == np.dtype("float64") else "float32",
+        scaling.before_function(traced),
+    )
+    if traced is None and (same := scaling.instead_of(program)) is not None:
+        return same, None, ()
+    return scaling.without_cap(), program, tuple(jnp.asarray(x)[None] for x in arrays)
+
+
+def _checked_function(score_mod: Any) -> Any:
+    if isinstance(score_mod, Mask):
+        raise TypeError(
+            "score_mod must be a function of (score, b, h, q, k), got a Mask; pass mask="
+        )
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(
+            "score_mod must be a function of (score, b, h, q, k), for example "
+            f"lambda s, b, h, q, k: s + slopes[h] * (k - q), got {score_mod!r:.80}; an array to "
+            "add is bias"
+        )
+    return score_mod
+
+
+def _same_score(score: jax.Array, b: Any, h: Any, q: Any, k: Any) -> jax.Array:
+    return score
 
 
 def is_in_range(scale: float, dtype: Any) -> bool:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_memeff._call import divisors
-from jax_memeff._call.operands.arrays import batch_of, is_varlen
+from jax_memeff._call.operands import batch_of, is_varlen
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import sequence_of_tokens
 from jax_memeff._call.values import score_dtype

@@ -323,7 +323,7 @@ def require_countable(name: str, shape: Sequence[int]) -> None:
         )
 
 
-def broadcasts_to_scores(name: str, value: Any, scores: tuple[int, int, int, int]) -> None:
+def broadcasts_to_scores(name: str, value: Any, scores_shape: Sequence[int]) -> None:
     """Raise for an array that does not broadcast to the scores [B, N, T, S]."""
     shape = tuple(value.shape)
     if len(shape) > 4:
@@ -331,25 +331,26 @@ def broadcasts_to_scores(name: str, value: Any, scores: tuple[int, int, int, int
             f"{name} must have rank <= 4, got rank {len(shape)}: shape {shape}; merge its leading "
             f"dims with {name}.reshape(-1, {', '.join(map(str, shape[-3:]))})"
         )
-    if not _broadcasts(shape, scores):
+    if not _broadcasts(shape, scores_shape):
         raise ValueError(
-            f"{name} must broadcast to [B, N, T, S] = {list(scores)} (each dim 1 or full, left-"
-            f"padded with 1s), got shape {shape}{_other_dims(name, shape, scores)}{of_one_device()}"
+            f"{name} must broadcast to [B, N, T, S] = {list(scores_shape)} (each dim 1 or full, "
+            f"left-padded with 1s), got shape {shape}{_other_dims(name, shape, scores_shape)}"
+            f"{of_one_device()}"
         )
 
 
-def _broadcasts(shape: tuple[int, ...], scores: tuple[int, int, int, int]) -> bool:
+def _broadcasts(shape: tuple[int, ...], scores_shape: Sequence[int]) -> bool:
     """Whether an array, left-padded with 1s, broadcasts to the scores."""
     padded = (1,) * (4 - len(shape)) + shape
-    return all(size in (1, full) for size, full in zip(padded, scores, strict=True))
+    return all(size in (1, full) for size, full in zip(padded, scores_shape, strict=True))
 
 
-def _other_dims(name: str, shape: tuple[int, ...], scores: tuple[int, int, int, int]) -> str:
+def _other_dims(name: str, shape: tuple[int, ...], scores_shape: Sequence[int]) -> str:
     """The end of a message about a shape that does not fit: other dims for which it would."""
-    batch, heads, rows, columns = scores
+    batch, heads, rows, columns = scores_shape
     if shape == (batch, columns):
         return f"; if its dims are [B, S], pass {name}[:, None, None, :]"
-    if len(shape) == 3 and shape[0] == batch and _broadcasts(shape[1:], scores):
+    if len(shape) == 3 and shape[0] == batch and _broadcasts(shape[1:], scores_shape):
         return f"; if its dims are [B, T, S], pass {name}[:, None]"
     # The rows are the heads of arrays [B, N, T, H], and the columns those of their keys.
     if columns and rows % columns == 0 and _broadcasts(shape, (batch, rows, heads, heads)):

@@ -21,8 +21,7 @@ from jax_memeff import (
     varlen_attention,
 )
 from jax_memeff._compat import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax_memeff._cuda import selection
-from jax_memeff._cuda.derivatives import tangents
+from jax_memeff._cuda import lowering, selection
 from jax_memeff.codegen.spec import KernelSpec
 
 Job = tuple[KernelSpec, str]
@@ -97,7 +96,7 @@ def of_program(
     for equation in _equations(jax.make_jaxpr(program)(*arguments).jaxpr):
         avals = [variable.aval for variable in equation.invars]
         if equation.primitive.name == "attention_tangent":
-            found = [tangents.kernels(avals, **equation.params, archs=archs) or {}]
+            found = [lowering.kernels(avals, **equation.params, archs=archs) or {}]
         else:
             found = selection.of_call(avals, **equation.params, archs=archs)
         for specs in found:

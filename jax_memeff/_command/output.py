@@ -1,4 +1,4 @@
-"""Standard output of the command line: a command whose output is lost ends with an error."""
+"""The command line's output. A command whose output is lost ends with an error."""
 
 from __future__ import annotations
 

@@ -18,13 +18,12 @@ import numpy as np
 from jax import lax
 
 from jax_memeff._call.divisors import broadcastable, conjunction
+from jax_memeff._call.gradients import captured_name
 from jax_memeff._call.mask import Mask, block_mask
-from jax_memeff._call.mask.block_mask import Indices, Tiling
-from jax_memeff._call.mask.computed_blocks import of_tiles
-from jax_memeff._call.mask.ranges.bounds import Captured
+from jax_memeff._call.mask.block_mask import Indices, Tiling, of_tiles
+from jax_memeff._call.mask.bounds import Captured
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands.arrays import FunctionState
-from jax_memeff._call.operands.gradients import captured_name
+from jax_memeff._call.operands import FunctionState
 from jax_memeff._call.options import Divisors
 from jax_memeff._call.sequences import Sequences
 from jax_memeff.codegen.launch import BlockMask
@@ -45,7 +44,7 @@ def lines(
     functions: FunctionState | None,
     position: Position | None,
     tile: BlockMask,
-    scores: tuple[int, int, int, int],
+    scores_shape: tuple[int, int, int, int],
     divisors: Divisors,
     sequences: Sequences | None = None,
 ) -> jax.Array:
@@ -58,7 +57,7 @@ def lines(
         position: the global index of row 0 and column 0, for a function.
         tile: the size of the tiles and the parts of their rows, and whether rows of blocks belong
             to queries or keys.
-        scores: (B, N, T, S).
+        scores_shape: (B, N, T, S).
         divisors: those of arrays with fewer batch indices.
         sequences: the packed sequences, which then are the batch; tiles begin at their starts.
 
@@ -74,7 +73,7 @@ def lines(
            [2, 2, 2],
            [0, 2, 1]], dtype=int32)
     """
-    batch, _, length, key_length = scores
+    batch, _, length, key_length = scores_shape
     # Kernels have a row and a column at least, also if the longest packed sequence is empty.
     tiling = Tiling((max(length, 1), max(key_length, 1)), (tile.query // tile.parts, tile.key))
     if sequences is not None:
@@ -96,7 +95,7 @@ def lines(
 
 @functools.lru_cache(maxsize=128)
 def constant_lines(
-    mask: Mask, tile: BlockMask, scores: tuple[int, int, int, int]
+    mask: Mask, tile: BlockMask, scores_shape: tuple[int, int, int, int]
 ) -> np.ndarray | None:
     """``lines`` for a mask without arrays. Layers with the same mask compute them once.
 
@@ -113,7 +112,7 @@ def constant_lines(
         return None
     unread: Any = np.zeros(1, np.int32)
     own = functools.partial(
-        lines, mask, FunctionState(unread, unread), None, tile, scores, Divisors()
+        lines, mask, FunctionState(unread, unread), None, tile, scores_shape, Divisors()
     )
     if jax.eval_shape(own).size > _MOST_CONSTANT_BYTES:
         return None

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_memeff._call.operands.arrays import QkvPackedOperands
+from jax_memeff._call.operands import QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import sequence_of_tokens
 from jax_memeff.codegen.functions.sums import EXACT_BITS, EXACT_WORDS

@@ -27,9 +27,9 @@ def export_disabled_checks() -> list[export.DisabledSafetyCheck]:
     (('cuda',), (2, 128, 8, 64))
     >>> del os.environ["JAX_MEMEFF_ARCHS"]
     """
-    from jax_memeff import _ffi
+    from jax_memeff._ffi import targets
 
-    return [export.DisabledSafetyCheck.custom_call(name) for name in _ffi.targets()]
+    return [export.DisabledSafetyCheck.custom_call(name) for name in targets()]
 
 
 @functools.cache
@@ -42,8 +42,8 @@ def register_targets() -> None:
     >>> import jax_memeff
     >>> jax_memeff.register_targets()
     """
-    from jax_memeff import _ffi
+    from jax_memeff._ffi import call_type, targets
 
-    jax.ffi.register_ffi_type("jax_memeff_call", _ffi.call_type(), platform="CUDA")
-    for name, stages in _ffi.targets().items():
+    jax.ffi.register_ffi_type("jax_memeff_call", call_type(), platform="CUDA")
+    for name, stages in targets().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA", api_version=1)

@@ -1,4 +1,9 @@
-"""The user's functions in a custom call: programs for the kernels, literals and arrays."""
+"""The user's functions in a custom call: programs for the kernels, literals and arrays.
+
+Windows whose bounds are data are a part of the mask function of a kernel. A bound is a captured
+array without dims of the user's own, so a kernel reads one number per batch index. A bottom-right
+window reads lengths in the same way, or has T and S as literals.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._blockwise import backward, varlen
-from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands
-from jax_memeff._call.operands.gradients import NeedsGrad
+from jax_memeff._call.gradients import NeedsGrad
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.operands import Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
-from jax_memeff._cuda import traced_windows
 from jax_memeff.codegen.features.functions import AskedFunctions
-from jax_memeff.codegen.functions.program import CapturedType, Program
+from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 
 _WIDENED = {"int8": "int32", "int16": "int32", "uint16": "uint32"}
 """Dtypes of captured arrays unknown to the host library, and what XLA converts them to."""
@@ -27,10 +32,10 @@ def programs(operands: Any, options: Options) -> AskedFunctions:
     ``operands`` are separate, and may be types.
     """
     mask = operands.mask
-    own, bounds = traced_windows.conjunction(
+    own, bounds = _with_traced_windows(
         mask.functions[0] if mask.functions else None,
         mask,
-        operands.scores,
+        operands.scores_shape,
         operands.sequences is not None,
     )
     found = options.score_function, own
@@ -119,3 +124,90 @@ def in_kernel_type(array: jax.Array) -> jax.Array:
 def is_converted(array: Any) -> bool:
     """Whether :func:`in_kernel_type` changes an array of this type."""
     return array.dtype.name in _WIDENED
+
+
+_SIDES = ("left", "right")
+
+
+def window_buffers(mask: Mask) -> dict[str, str]:
+    """The buffers of the bounds, by the paths of the bounds in the operands."""
+    return {
+        f"mask.traced_windows.{index}.{side}": f"window{index}_{side}"
+        for index, window in enumerate(mask.traced_windows)
+        for side in _SIDES
+        if getattr(window, side) is not None
+    }
+
+
+class _Builder:
+    """Deduplicates the values of a program; its arrays and literals follow those of ``base``."""
+
+    def __init__(self, base: Program):
+        self.values = dict(zip(base.values, range(len(base.values)), strict=True))
+        self.arrays = list(base.arrays)
+        self.literals = list(base.literals)
+        self.literal_count = base.literal_count
+        self.names: list[str] = []
+
+    def add(self, op: str, dtype: Any, *args: int, **params: Any) -> int:
+        value = Value(op, dtype, args, tuple(sorted(params.items())))
+        return self.values.setdefault(value, len(self.values))
+
+    def read(self, name: str) -> int:
+        """The value that reads the batch index's entry of an array [B]."""
+        if name not in self.names:
+            self.names.append(name)
+            self.arrays.append(CapturedType("int32", 0))
+        place = len(self.arrays) - len(self.names) + self.names.index(name)
+        return self.add("read", "int32", array=place, mode="clip")
+
+    def literal(self, number: int) -> int:
+        self.literals.append(number)
+        self.literal_count += 1
+        return self.add("literal", "int32", index=self.literal_count - 1)
+
+
+_ALWAYS = Program((Value("constant", "bool", (), (("value", True),)),), (0,), ())
+
+
+def _with_traced_windows(
+    base: Program | None, mask: Mask, scores_shape: tuple[int, int, int, int], is_varlen: bool
+) -> tuple[Program | None, tuple[str, ...]]:
+    """The conjunction of ``base`` and the traced windows of a mask, and the buffers of the arrays
+    that it adds to those of ``base``.
+
+    Args:
+        base: the mask's function, with the values of its literals; None means true.
+        mask: that of the call.
+        scores_shape: (B, N, T, S).
+        is_varlen: whether sequences are packed; they have lengths.
+    """
+    if not mask.traced_windows:
+        return base, ()
+    base = _ALWAYS if base is None else base
+    builder = _Builder(base)
+    key, query = (builder.add(name, "int32") for name in ("key", "query"))
+    result = base.results[0]
+    for index, window in enumerate(mask.traced_windows):
+        distance = builder.add("sub", "int32", key, query)
+        if window.alignment == "bottom_right":
+            lengths = (
+                builder.read(name)
+                if is_varlen or getattr(mask, name) is not None
+                else builder.literal(size)
+                for name, size in (
+                    ("key_lengths", scores_shape[3]),
+                    ("query_lengths", scores_shape[2]),
+                )
+            )
+            distance = builder.add("sub", "int32", distance, builder.add("sub", "int32", *lengths))
+        if window.left is not None:
+            least = builder.add("neg", "int32", builder.read(f"window{index}_left"))
+            result = builder.add("and", "bool", result, builder.add("ge", "bool", distance, least))
+        if window.right is not None:
+            most = builder.read(f"window{index}_right")
+            result = builder.add("and", "bool", result, builder.add("le", "bool", distance, most))
+    program = Program(
+        tuple(builder.values), (result,), tuple(builder.arrays), tuple(builder.literals)
+    )
+    return program, tuple(builder.names)

@@ -17,16 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import mlir
 
-from jax_memeff._call.operands.arrays import (
+from jax_memeff._call.operands import (
     AnyOperands,
     Operands,
     QkvPackedOperands,
     pages_of,
 )
 from jax_memeff._call.sequences import MOST_POSITIONS
-from jax_memeff._cuda.custom_call import buffers
-from jax_memeff._cuda.custom_call.attributes import UNBOUNDED
-from jax_memeff._cuda.custom_call.buffers import Buffer
+from jax_memeff._cuda import buffers
+from jax_memeff._cuda.buffers import Buffer
+from jax_memeff._cuda.custom_call import UNBOUNDED
 from jax_memeff.codegen.strategy import FEW_ROWS
 
 # ``kNoGap`` of ffi/include/memeff/params.h
@@ -63,7 +63,7 @@ def _few_queries(types: Operands) -> int:
         return 0
     if types.mask.kinds() & {"boolean", "segments"}:
         return 0
-    batch, heads, longest, _ = types.scores
+    batch, heads, longest, _ = types.scores_shape
     few = max(1, FEW_ROWS // max(1, heads // max(1, types.key.shape[2])))
     # The numbers of queries differ so much that a padded batch would be at least half empty.
     is_mixed = 2 * types.query.shape[1] <= batch * longest
@@ -79,7 +79,7 @@ def sequence_buffers(ctx: mlir.LoweringRuleContext, part: Part, operands: Any) -
     # No kernel reads the starts of keys. Filling them with zeros would cost one more launch.
     if part.types.pages.tokens_each == 1:
         # Sequence b has row b. If it has no token, the row is a gap after it.
-        starts = buffers.constant_range(ctx, "query_starts", part.types.scores[0] + 1)
+        starts = buffers.constant_range(ctx, "query_starts", part.types.scores_shape[0] + 1)
         return {"query_starts": starts, "key_starts": starts._replace(name="key_starts")}
     types, arrays = (
         [x.sequences.query_starts, x.sequences.query_lengths] for x in (part.types, operands)

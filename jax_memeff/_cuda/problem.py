@@ -6,17 +6,19 @@ import dataclasses
 import math
 
 from jax_memeff._call import divisors
+from jax_memeff._call.divisors import gradient_shape
 from jax_memeff._call.functions import needs_exact_delta
+from jax_memeff._call.gradients import NeedsGrad, array_of, differentiable
 from jax_memeff._call.mask import Window
-from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.operands.gradients import NeedsGrad, array_of, differentiable
-from jax_memeff._call.options import Options
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import functions
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.features.bias import BiasLayout
 from jax_memeff.codegen.features.delta import AskedDelta
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.problem import Direction, Dtype, Problem
+from jax_memeff.codegen.sizes import Sizes
 
 _DTYPES: dict[str, Dtype] = {
     "float16": "f16",
@@ -27,7 +29,7 @@ _DTYPES: dict[str, Dtype] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class KernelCall:
     """A call in the form that the features of the code generator read. From it each feature derives
     whether the call asks for it (``asked_by`` in codegen/features).
     """
@@ -77,7 +79,7 @@ class Call:
     def broadcasts_batch(self) -> bool:
         """Whether some batch indices, but not all, share an operand or a gradient."""
         avals, options = self.operands, self.options
-        batch = avals.scores[0]
+        batch = avals.scores_shape[0]
         own = {divisors.combined(avals.mask, options.divisors, batch)[0]}
         own |= {
             array_of(avals, name).shape[0]
@@ -99,10 +101,10 @@ class Call:
 
         The gradient of a bias that is broadcast over columns needs no kernel: vjp.py computes it.
         """
-        scores, shape = self.operands.scores, self._gradient_shape("bias")
-        if shape == scores:
+        scores_shape, shape = self.operands.scores_shape, self._gradient_shape("bias")
+        if shape == scores_shape:
             return "full"
-        if shape[3] == 1 and scores[3] != 1:
+        if shape[3] == 1 and scores_shape[3] != 1:
             return "rows"
         return "columns" if shape[2] == 1 else "common"
 
@@ -116,7 +118,7 @@ class Call:
         return divisors.gradient_shape(name, shape, self.operands, self.options.divisors)
 
 
-def problem_of(call: Call, arch: str) -> Problem:
+def problem_of(call: KernelCall, arch: str) -> Problem:
     """The problem of a call on an architecture."""
     return Problem(
         direction=call.direction,
@@ -129,7 +131,7 @@ def problem_of(call: Call, arch: str) -> Problem:
     )
 
 
-def _needs_grad(call: Call) -> tuple[str, ...]:
+def _needs_grad(call: KernelCall) -> tuple[str, ...]:
     if call.needs_grad is None:
         return ()
     # The gradients of captured arrays are part of the feature, but not their tangents.
@@ -146,3 +148,26 @@ def bias_alignment(avals: Operands) -> int:
     """The alignment in bytes, up to 16, at which every row of the bias starts."""
     bias = avals.bias
     return 16 if bias is None else math.gcd(16, bias.shape[3] * bias.dtype.itemsize)
+
+
+def sizes_of(avals: Operands, divisors: Divisors) -> Sizes:
+    """The sizes of a call for the code generator."""
+    batch, heads, queries, keys = avals.scores_shape
+    _, query_tokens, _, head_dim = avals.query.shape
+    _, key_tokens, key_heads, _ = avals.key.shape
+    packed = avals.sequences is not None
+    bias_gradient = (1, 1)
+    if avals.bias is not None:
+        bias_gradient = gradient_shape("bias", avals.bias.shape, avals, divisors)[:2]
+    return Sizes(
+        batch=batch,
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        key_heads=key_heads,
+        head_dim=head_dim,
+        value_dim=avals.value_dim,
+        query_tokens=query_tokens if packed else None,
+        key_tokens=key_tokens if packed else None,
+        bias_gradient=(bias_gradient[0], bias_gradient[1]),
+    )

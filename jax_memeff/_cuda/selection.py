@@ -9,14 +9,13 @@ from typing import Any
 import jax
 
 from jax_memeff import config
-from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.operands.gradients import NeedsGrad
+from jax_memeff._call.gradients import NeedsGrad
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.values import require_static
-from jax_memeff._cuda import paged_calls, workspaces
-from jax_memeff._cuda.custom_call import buffers
-from jax_memeff._cuda.problem import Call, problem_of
+from jax_memeff._cuda import buffers, paged_calls
+from jax_memeff._cuda.problem import KernelCall, problem_of, sizes_of
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import strategy
 from jax_memeff.codegen.select import select
@@ -38,13 +37,13 @@ def of_types(
             "query": avals.query.shape,
             "key": avals.key.shape,
             "value": avals.value.shape,
-            "scores": avals.scores,
+            "scores": avals.scores_shape,
         },
         where="programs for CUDA need static sizes",
         remedy="export a program for each size, or pass implementation='xla'",
     )
     _require_lengths(avals)
-    call = Call(avals, options, needs_grad, is_tangent)
+    call = KernelCall(avals, options, needs_grad, is_tangent)
     return {arch: on_architecture(call, arch) for arch in archs or _architectures()}
 
 
@@ -87,15 +86,15 @@ def digest_of(specs: Sequence[Mapping[str, KernelSpec]]) -> bytes:
     return hashlib.sha256(repr((specs, keys)).encode()).digest()
 
 
-def on_architecture(call: Call, arch: str) -> KernelSpec:
+def on_architecture(call: KernelCall, arch: str) -> KernelSpec:
     """The kernel of a call on one architecture."""
     problem = problem_of(call, arch)
-    sizes = workspaces.sizes_of(call.operands, call.options.divisors)
+    sizes = sizes_of(call.operands, call.options.divisors)
     return select(problem, strategy.choose(problem, sizes, strategy.MULTIPROCESSORS))
 
 
 def _require_lengths(avals: Operands) -> None:
-    longest = max(avals.query.shape[1], avals.key.shape[1], *avals.scores[2:])
+    longest = max(avals.query.shape[1], avals.key.shape[1], *avals.scores_shape[2:])
     if longest > MOST_POSITIONS:
         raise UnsupportedError(
             [

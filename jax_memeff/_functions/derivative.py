@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_memeff._functions.canonical import canonical, graph_of, needed
+from jax_memeff._functions.graph import canonical, graph_of, needed
 from jax_memeff._functions.interpreter import CustomCall, Interpreter
 from jax_memeff._functions.operations import apply
 from jax_memeff._functions.views import Scalars

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from jax_memeff._functions.canonical import needed
+from jax_memeff._functions.graph import needed
 from jax_memeff._functions.operations import apply, apply_rounded
 from jax_memeff.codegen.functions.operations import exact_values
 from jax_memeff.codegen.functions.program import INPUTS, Program, Value

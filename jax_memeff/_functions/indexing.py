@@ -13,7 +13,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from jax_memeff._functions.graph import Graph
-from jax_memeff._functions.scalar_rules import choice, scalar_type
+from jax_memeff._functions.rules import choice, scalar_type
 from jax_memeff._functions.views import (
     CLIP,
     FILL,

@@ -21,7 +21,7 @@ import numpy as np
 
 from jax_memeff import _compat as compat
 from jax_memeff._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax_memeff._functions import array_rules, indexing, lines, outside, scalar_rules
+from jax_memeff._functions import indexing, outside, rules
 from jax_memeff._functions.graph import Graph, are_linear
 from jax_memeff._functions.views import (
     CLIP,
@@ -83,7 +83,7 @@ class Interpreter:
     @property
     def line(self) -> str | None:
         """The line of the user's function that is being replayed, if it is known."""
-        return lines.of_equations(equation for _, equation in reversed(self._nested))
+        return outside.line_of_equations(equation for _, equation in reversed(self._nested))
 
     def run(self, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr."""
@@ -95,7 +95,7 @@ class Interpreter:
             return x
         if isinstance(x, np.ndarray):
             check_size(x.shape, "an array of numbers")
-            dtype = scalar_rules.scalar_type(x.dtype)
+            dtype = rules.scalar_type(x.dtype)
             elements = np.empty(x.shape, int)
             for position in np.ndindex(x.shape):
                 elements[position] = self.graph.number(
@@ -109,7 +109,7 @@ class Interpreter:
         """A captured array, or a part of one, as a view."""
         if isinstance(x, View):
             return x
-        scalar_rules.scalar_type(x.dtype)
+        rules.scalar_type(x.dtype)
         if isinstance(x, np.ndarray):
             if id(x) not in self._copies:
                 self._copies[id(x)] = x, jax.numpy.asarray(x)
@@ -155,8 +155,8 @@ class Interpreter:
 
     def _array_equation(self, equation: JaxprEqn, name: str, inputs: list[Any]) -> list[Any]:
         rule = indexing.RULES.get(name)
-        unrolled = name in array_rules.MOVES or name in array_rules.COMBINATIONS
-        if not (rule or unrolled or scalar_rules.is_elementwise(name)):
+        unrolled = name in rules.MOVES or name in rules.COMBINATIONS
+        if not (rule or unrolled or rules.is_elementwise(name)):
             raise NotScalarError(_without_scalar_form(name))
         if rule is not None:
             operand = inputs[0] if isinstance(inputs[0], Scalars) else self.view(inputs[0])
@@ -166,12 +166,12 @@ class Interpreter:
                 return [found]
         result = outside.aval(equation.outvars[0])
         small = [self.scalars(x, self._divides(name, i)) for i, x in enumerate(inputs)]
-        if name in array_rules.MOVES:
-            moved = array_rules.MOVES[name](equation.params, *(x.elements for x in small))
+        if name in rules.MOVES:
+            moved = rules.MOVES[name](equation.params, *(x.elements for x in small))
             parts = moved if isinstance(moved, list) else [moved]
             results = [Scalars(part, np.dtype(result.dtype)) for part in parts]
-        elif name in array_rules.COMBINATIONS:
-            combine = array_rules.COMBINATIONS[name]
+        elif name in rules.COMBINATIONS:
+            combine = rules.COMBINATIONS[name]
             elements = combine(self.graph, name, equation.params, np.dtype(result.dtype), *small)
             results = [Scalars(elements, np.dtype(result.dtype))]
         else:
@@ -182,7 +182,7 @@ class Interpreter:
 
     @staticmethod
     def _divides(name: str, operand: int) -> bool:
-        return scalar_rules.STRUCTURAL_OPERAND.get(name) == operand
+        return rules.STRUCTURAL_OPERAND.get(name) == operand
 
     def _elementwise(self, equation: JaxprEqn, name: str, operands: list[Scalars]) -> Scalars:
         aval = outside.aval(equation.outvars[0])
@@ -193,7 +193,7 @@ class Interpreter:
         elements = np.empty(aval.shape, int)
         for position in np.ndindex(aval.shape):
             args = tuple(int(row[position]) for row in rows)
-            elements[position] = scalar_rules.lower(
+            elements[position] = rules.lower(
                 self.graph, name, equation.params, result, dtypes, args
             )
         return Scalars(elements, result)
@@ -281,7 +281,7 @@ class Interpreter:
             elements = np.empty(rows[0].shape, int)
             for position in np.ndindex(elements.shape):
                 values = [int(row.elements[position]) for row in rows]
-                elements[position] = scalar_rules.choice(self.graph, index, values)
+                elements[position] = rules.choice(self.graph, index, values)
             selected.append(Scalars(elements, rows[0].dtype))
         return selected
 
@@ -303,7 +303,7 @@ class Interpreter:
         The program computes all branches. Without this the derivative of one that is not taken
         could be NaN, and NaN times a cotangent of 0 is NaN.
         """
-        if not self._custom_rules or not scalar_rules.scalar_type(x.dtype).startswith("float"):
+        if not self._custom_rules or not rules.scalar_type(x.dtype).startswith("float"):
             return x
         elements = x.elements.copy()
         for position in np.ndindex(x.shape):
@@ -350,7 +350,7 @@ def _is_backward_linear(call: CustomCall, results: Sequence[Scalars]) -> bool:
         elements = np.empty(x.shape, int)
         for index, position in enumerate(np.ndindex(x.shape)):
             params = {"argument": number, "element": index}
-            dtype = scalar_rules.scalar_type(x.dtype)
+            dtype = rules.scalar_type(x.dtype)
             elements[position] = graph.add("argument", dtype, (), params)
         variables.append(Scalars(elements, np.dtype(x.dtype)))
     interpreter = Interpreter(graph, custom_rules=False, structural=True)

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_memeff._functions import lines
-from jax_memeff._functions.canonical import canonical
+from jax_memeff._functions import outside
 from jax_memeff._functions.derivative import with_derivatives
-from jax_memeff._functions.graph import Graph
+from jax_memeff._functions.graph import Graph, canonical
 from jax_memeff._functions.interpreter import Interpreter
 from jax_memeff._functions.operations import SCALAR_TYPES
 from jax_memeff._functions.views import NotScalarError, Scalars
@@ -80,7 +79,7 @@ def traced_score_function(
         return program, tuple(arrays[index] for index in used)
     except (NotScalarError, NotImplementedError) as error:  # JAX raises the latter
         reason = (
-            f"{lines.of_function(function)}: its derivative: {error}; close over "
+            f"{outside.line_of_function(function)}: its derivative: {error}; close over "
             "jax.lax.stop_gradient of values that have none"
         )
         raise UnsupportedError([reason], _UNSUPPORTED.format("score_mod")) from None
@@ -124,7 +123,7 @@ class _Tracer:
         try:
             self._result = self._interpreted(traced, types, result)
         except NotScalarError as error:
-            line = self._interpreter.line or lines.of_function(function)
+            line = self._interpreter.line or outside.line_of_function(function)
             raise UnsupportedError([f"{line}: {error}"], _UNSUPPORTED.format(argument)) from None
 
     @property
@@ -159,9 +158,9 @@ class _Tracer:
             try:
                 result = function(self._before.apply(first, *literals), *others)
             except _NOT_IN_PYTHON as error:
-                line = lines.of_error(error, function)
+                line = outside.line_of_error(error, function)
                 raise TypeError(f"{line}: {self._not_in_python(error)}") from error
-            self._require_array(result, kind, lines.of_function(function))
+            self._require_array(result, kind, outside.line_of_function(function))
             return result
 
         kind = "a float" if types[0][0] == "score" else "a bool"
@@ -169,7 +168,7 @@ class _Tracer:
         traced = jax.make_jaxpr(called)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
         (output,), equations = traced.jaxpr.outvars, traced.jaxpr.eqns
         made_by = (equation for equation in equations if output in equation.outvars)
-        line = lines.of_equations(made_by) or lines.of_function(function)
+        line = outside.line_of_equations(made_by) or outside.line_of_function(function)
         self._require_scalar(traced.out_avals[0], kind, line)
         return traced
 

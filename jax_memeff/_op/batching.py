@@ -1,7 +1,7 @@
 """``jax.vmap`` of the primitives: the mapped axis becomes the outermost part of the batch.
 
 The folded call has ``size * B`` batch indices. The dims of an operand in the table
-``_call/operands/table.py`` decide how it is folded:
+``_call/operands.py`` decide how it is folded:
 
 - an operand with a divisor (key, value, bias, boolean mask) is not copied if it is not mapped:
   batch index b reads index ``(b // divisor) % indices`` of it
@@ -33,14 +33,21 @@ import jax
 import jax.numpy as jnp
 
 from jax_memeff._call.divisors import may_sum_gradient
-from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands, is_varlen, pages_of
-from jax_memeff._call.operands.gradients import (
+from jax_memeff._call.gradients import (
     differentiable,
     gradients_needed,
     named_arrays,
     replaced,
 )
-from jax_memeff._call.operands.table import Item, items, mapped
+from jax_memeff._call.operands import (
+    Item,
+    Operands,
+    QkvPackedOperands,
+    is_varlen,
+    items,
+    mapped,
+    pages_of,
+)
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._compat import Primitive

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
+from jax_memeff import _compat as compat
 from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise.tiles import has_probabilities
 from jax_memeff._blockwise.varlen import longest
 from jax_memeff._call import divisors, sinks
-from jax_memeff._call.operands.arrays import AnyOperands, Operands, pages_of
-from jax_memeff._call.operands.gradients import (
+from jax_memeff._call.gradients import (
     AnyGradients,
     NeedsGrad,
     array_of,
@@ -32,11 +32,11 @@ from jax_memeff._call.operands.gradients import (
     named_arrays,
     needs_grad_of,
 )
+from jax_memeff._call.operands import AnyOperands, Operands, pages_of
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import token_indices
 from jax_memeff._compat import Primitive
 from jax_memeff._op import primitives
-from jax_memeff._op.reverse_mode import refuse_taylor_mode
 from jax_memeff.errors import UnsupportedError
 
 
@@ -271,6 +271,23 @@ ad.primitive_jvps[primitives.attention_tangent_p] = _tangent_jvp
 ad.primitive_jvps[primitives.attention_bwd_p] = _backward_jvp
 ad.primitive_transposes[primitives.attention_tangent_p] = _tangent_transpose
 ad.primitive_transposes[primitives.attention_bwd_p] = _backward_transpose
+
+
+def refuse_taylor_mode(primitive: Primitive) -> None:
+    """Let ``jax.experimental.jet`` raise an error with the remedy for a primitive."""
+    compat.set_taylor_rule(primitive, _no_taylor_mode)
+
+
+def _no_taylor_mode(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError(
+        [
+            "expected jax.jvp, nested once for each order, inside `with "
+            "jax_memeff.forward_mode():`, got jax.experimental.jet"
+        ],
+        summary="attention has no Taylor mode",
+    )
+
+
 for _primitive in (
     primitives.attention_fwd_p,
     primitives.attention_tangent_p,

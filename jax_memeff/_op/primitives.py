@@ -31,14 +31,14 @@ from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise import varlen as blockwise_varlen
 from jax_memeff._call import divisors, sinks
-from jax_memeff._call.operands.arrays import AnyOperands, QkvPackedOperands
-from jax_memeff._call.operands.gradients import (
+from jax_memeff._call.gradients import (
     AnyGradients,
     NeedsGrad,
     array_of,
     gradients_from,
     gradients_needed,
 )
+from jax_memeff._call.operands import AnyOperands, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
 from jax_memeff._compat import Primitive
@@ -178,15 +178,15 @@ def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any)
 
 
 def _cuda_tangent(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
-    from jax_memeff._cuda.derivatives import tangents
+    from jax_memeff._cuda import lowering
 
-    return tangents.lower_tangent(ctx, *operands, **params)
+    return lowering.lower_tangent(ctx, *operands, **params)
 
 
 def _tangent_digest(avals: Sequence[Any], **params: Any) -> bytes:
-    from jax_memeff._cuda.derivatives import tangents
+    from jax_memeff._cuda import lowering
 
-    return tangents.digest(avals, **params)
+    return lowering.digest(avals, **params)
 
 
 def _kernel_digest(avals: Sequence[Any], **params: Any) -> bytes:

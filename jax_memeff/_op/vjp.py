@@ -5,24 +5,32 @@ The residuals are the operands, the output and the logsumexp; the backward recom
 names ``jax_memeff_out`` and ``jax_memeff_lse``, or the user's ``residual_checkpoint_name``, for the
 policies of ``jax.checkpoint``. The names are given inside the rule. Outside of it, the named array
 would not be the residual, and a policy that saves it would still run the forward again.
+
+JAX also refuses forward mode through a ``jax.custom_vjp``, but without the remedy, and often long
+after the call: ``jax.jvp`` of a jitted function raises when the program is lowered, and
+``jax.linearize`` when its linear function runs. So the tangents of the operands pass through a
+primitive that can only be transposed (:func:`reverse_mode_only`). Reverse mode does nothing else
+with it, and every way to forward mode meets it before it meets the ``jax.custom_vjp``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad, batching, mlir
 
 from jax_memeff import _compat as compat
-from jax_memeff._call.operands.arrays import AnyOperands, pages_of
-from jax_memeff._call.operands.gradients import NeedsGrad, array_of, differentiable, needs_grad_of
+from jax_memeff._call.gradients import NeedsGrad, array_of, differentiable, needs_grad_of
+from jax_memeff._call.operands import AnyOperands, pages_of
 from jax_memeff._call.options import Options
+from jax_memeff._compat import Primitive
 from jax_memeff._op import contexts, derivatives, primitives
-from jax_memeff._op.reverse_mode import reverse_mode_only
 
 
 @jax.tree_util.register_static
@@ -115,3 +123,57 @@ def _backward(options: Options, residuals: _Residuals, cotangents: Any) -> tuple
 
 
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+Pytree = TypeVar("Pytree")
+
+
+def reverse_mode_only(operands: Pytree) -> Pytree:
+    """The same operands, for a call without forward mode.
+
+    Programs that use their tangents for anything but reverse mode raise ``TypeError``.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    return jax.tree.unflatten(tree, _operands_p.bind(*leaves))
+
+
+def _no_forward_mode(*_: Any, **__: Any) -> NoReturn:
+    raise TypeError(
+        "attention: expected reverse mode (jax.grad, jax.vjp, jax.jacrev), got forward mode "
+        "(jax.jvp, jax.jacfwd, jax.linearize, or a solver that uses them); trace the call inside "
+        "`with jax_memeff.forward_mode():`"
+    )
+
+
+def _identity(name: str) -> Primitive:
+    """A primitive whose results have the types of its operands."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *avals: avals)
+    return primitive
+
+
+_operands_p = _identity("reverse_mode_operands")
+_operands_p.def_impl(lambda *operands: operands)
+mlir.register_lowering(_operands_p, lambda ctx, *operands: operands)
+batching.primitive_batchers[_operands_p] = lambda operands, dims: (
+    _operands_p.bind(*operands),
+    dims,
+)
+derivatives.refuse_taylor_mode(_operands_p)
+
+_tangents_p = _identity("reverse_mode_tangents")
+_tangents_p.def_impl(_no_forward_mode)
+mlir.register_lowering(_tangents_p, _no_forward_mode)
+batching.primitive_batchers[_tangents_p] = _no_forward_mode
+ad.primitive_jvps[_tangents_p] = _no_forward_mode
+ad.primitive_transposes[_tangents_p] = lambda cotangents, *_: cotangents
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    passed = iter(_tangents_p.bind(*(x for x in tangents if type(x) is not ad.Zero)))
+    # The primals are not bound again, so that residuals are the arrays of the user.
+    return list(primals), [x if type(x) is ad.Zero else next(passed) for x in tangents]
+
+
+ad.primitive_jvps[_operands_p] = _jvp

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff import _compat as compat
-from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.operands.table import Item, mapped
+from jax_memeff._call.operands import Item, Operands, mapped
 from jax_memeff._op import vjp
 from jax_memeff._ring.products import Ring
 from jax_memeff._ring.schedule import unzigzag, zigzag

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,10 +22,9 @@ from jax_memeff._blockwise.tiles import read_block, when
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.tiles import slice_tile
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
-from jax_memeff._ring import transfer
 from jax_memeff._ring.schedule import (
     Layout,
     Product,
@@ -65,7 +65,7 @@ class Ring:
         send = functools.partial(lax.ppermute, axis_name=self.axis_name, perm=pairs)
         if self.is_differentiable:
             return jax.tree.map(send, tree)
-        return transfer.unpack(send(transfer.pack(tree)), tree)
+        return _unpacked(send(_packed(tree)), tree)
 
     def gather(self, x: jax.Array) -> jax.Array:
         """The columns [B, S local, ...] of all devices, in natural order."""
@@ -269,3 +269,54 @@ def _repeat(body: Callable[[Any, Any], Any], carry: Any, inputs: list[Any]) -> A
 def _lengths(lengths: jax.Array | None, first: jax.Array, size: int) -> jax.Array | None:
     """The number of the ``size`` positions from ``first`` on that are within global lengths."""
     return None if lengths is None else jnp.clip(lengths - first, 0, size)
+
+
+def _packed(tree: Any) -> jax.Array:
+    """The elements of all arrays, concatenated, for one transfer; as bits if the dtypes differ.
+
+    Transfers overlap the kernels of a step. By default XLA keeps only one transfer in flight, so of
+    several transfers only one would overlap, and the devices would wait for the others.
+
+    >>> _packed({"key": jnp.arange(2), "value": jnp.arange(4).reshape(2, 2)}).tolist()
+    [0, 1, 0, 1, 2, 3]
+    >>> _packed([jnp.zeros(4, "bfloat16"), jnp.zeros(3, "float32")])
+    Array([0, 0, 0, 0, 0], dtype=uint32)
+    """
+    leaves = jax.tree.leaves(tree)
+    unit = _unit(leaves)
+    return jnp.concatenate([_in_units(leaf.ravel(), unit) for leaf in leaves])
+
+
+def _unpacked(packed: jax.Array, like: Any) -> Any:
+    """The inverse of :func:`_packed`; ``like`` is a tree of the same shapes and dtypes.
+
+    >>> tree = {"key": jnp.arange(2), "value": jnp.ones((1, 3), "bfloat16")}
+    >>> jax.tree.map(lambda x, y: bool((x == y).all()), _unpacked(_packed(tree), tree), tree)
+    {'key': True, 'value': True}
+    """
+    leaves, structure = jax.tree.flatten(like)
+    first, found = 0, []
+    for leaf in leaves:
+        last = first + leaf.size * leaf.dtype.itemsize // packed.dtype.itemsize
+        part = lax.slice_in_dim(packed, first, last)
+        found.append(_in_units(part, leaf.dtype).reshape(leaf.shape))
+        first = last
+    return jax.tree.unflatten(structure, found)
+
+
+def _unit(leaves: Sequence[jax.Array]) -> Any:
+    """A dtype in which the bits of every array can be read."""
+    dtypes = {leaf.dtype for leaf in leaves}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    size = math.gcd(4, *(leaf.size * leaf.dtype.itemsize for leaf in leaves))
+    return jnp.dtype(f"uint{8 * size}")
+
+
+def _in_units(x: jax.Array, dtype: Any) -> jax.Array:
+    """The bits of a flat array as a flat array of another dtype."""
+    if x.dtype == dtype:
+        return x
+    if x.dtype.itemsize < dtype.itemsize:
+        x = x.reshape(-1, dtype.itemsize // x.dtype.itemsize)
+    return lax.bitcast_convert_type(x, dtype).ravel()

@@ -2,11 +2,12 @@
 
 If the compiler partitions a program, a primitive is lowered to a call of
 ``jax.experimental.custom_partitioning``. Its rule propagates shardings along the batch, the heads
-and the rows. For the final shardings the compiler asks :meth:`_Call.partition` for the program of
-one device. That program is lowered like the inside of ``jax.shard_map``, so kernels are chosen for
-the shapes of a device. It may want other shardings than the compiler has, which then transfers the
-operands: no call fails for a sharding that nobody may have asked for (``log.py`` says what is
-transferred).
+and the rows. For the final shardings the compiler asks :meth:`_ShardedCall.partition` for the
+program of one device. That program is lowered like the inside of ``jax.shard_map``, so kernels are
+chosen for the shapes of a device. It may want other shardings than the compiler has, which then
+transfers the operands: no call fails for a sharding that nobody may have asked for. The log says
+once for each call what is transferred. It is a log and no warning, because XLA asks for the program
+of a device in a callback, and an exception there would be an error of the compiler.
 
 The program text names the call by the address of a Python object. In another process that address
 may belong to a different call, so the call also carries a digest of everything that its program
@@ -20,6 +21,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,16 +41,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jax_memeff import _compat as compat
 from jax_memeff._call.divisors import changed, gradient_shape
-from jax_memeff._call.operands.arrays import QkvPackedOperands, batch_of
-from jax_memeff._call.operands.gradients import gradients_needed, gradients_of
-from jax_memeff._call.operands.table import Item, items, mapped
+from jax_memeff._call.gradients import gradients_needed, gradients_of
+from jax_memeff._call.operands import Item, QkvPackedOperands, batch_of, items, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
 from jax_memeff._compat import Primitive
-from jax_memeff._sharding import log
-from jax_memeff._sharding.batch_axes import BatchAxes
-from jax_memeff._sharding.device_axes import DeviceAxes, Stride, strides_of_dims
 from jax_memeff._sharding.dims import (
+    BatchAxes,
     dims,
     divides_groups,
     even_tokens,
@@ -57,7 +56,7 @@ from jax_memeff._sharding.dims import (
     named_dims,
     result_dims,
 )
-from jax_memeff._sharding.layout import Layout, Sharded, fitted
+from jax_memeff._sharding.layout import Layout, Move, Sharded, fitted
 from jax_memeff._sharding.local import (
     limits,
     put_own_key_heads,
@@ -65,7 +64,7 @@ from jax_memeff._sharding.local import (
     with_own_starts,
     with_positions,
 )
-from jax_memeff._sharding.mesh_axes import Axes
+from jax_memeff._sharding.mesh_axes import Axes, DeviceAxes, Stride, strides_of_dims, text
 
 Lowering = Callable[..., Sequence[Any]]
 
@@ -88,7 +87,7 @@ def by_shards(
         if any(0 in aval.shape for aval in typed):
             return lowering(ctx, *values, **params)
         if axes := _axes_left_to_compiler(typed):
-            log.of_axes_left_over(compat.call_site(), axes)
+            _log_axes_left_over(compat.call_site(), axes)
             return lowering(ctx, *values, **params)
         devices = compat.devices_of_compiler(ctx)
         if devices == 1:
@@ -102,7 +101,7 @@ def by_shards(
             )
         avals = tuple(map(compat.local, typed))
         axes = _axes_of_user(typed)
-        call = _Call(primitive, params, avals, devices, axes, compat.call_site())
+        call = _ShardedCall(primitive, params, avals, devices, axes, compat.call_site())
         digest = hashlib.sha256(_python_digest() + repr((avals, params)).encode())
         if kernel_digest is not None:
             digest.update(kernel_digest(avals, **params))
@@ -142,7 +141,7 @@ def _python_digest() -> bytes:
     return digest.digest()
 
 
-class _Call(NamedTuple):
+class _ShardedCall(NamedTuple):
     """A call of a primitive, with the global types of its operands."""
 
     primitive: Primitive
@@ -289,7 +288,7 @@ class _Call(NamedTuple):
         in_dims, out_dims = self.dims
         layout, axes = self.layout(given)
         mesh = axes.mesh
-        batch = self.batch.of_device(layout, axes)
+        batch = self.batch.of_device(lambda name: axes.devices(layout.axes(name)))
         params = {**self.params, "options": self.options_of(batch)}
         row_devices = axes.devices(layout.rows)
         key_heads = heads_of(self.operands)[1] // axes.devices(layout.key_heads)
@@ -364,7 +363,7 @@ class _Call(NamedTuple):
         ]
         found, moves = fitted(sharded, axes, limit)
         if self.primitive.name == "attention_fwd":  # the other primitives have the same operands
-            log.of_moves(self.site, moves)
+            _log_moves(self.site, moves)
         return found, axes
 
 
@@ -374,11 +373,11 @@ def _strides_of(sharding: Any, rank: int) -> list[list[Stride]] | None:
 
 
 _raised: dict[str, Exception] = {}
-"""The errors of :meth:`_Call.partition` by text, until JAX raises them."""
+"""The errors of :meth:`_ShardedCall.partition` by text, until JAX raises them."""
 
 
 def _error_of_partition(error: Exception) -> Exception | None:
-    """The error of :meth:`_Call.partition` whose text XLA put into an error of its own."""
+    """The error of :meth:`_ShardedCall.partition` whose text XLA put into an error of its own."""
     text = str(error)
     return next((_raised.pop(own) for own in list(_raised) if own in text), None)
 
@@ -392,3 +391,31 @@ def _summed(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
         return x
     accumulator = score_dtype(x.dtype)
     return jax.lax.psum(x.astype(accumulator), axes).astype(x.dtype)
+
+
+_LOGGER = logging.getLogger("jax_memeff")
+
+_logged: set[str] = set()
+
+
+def _log_moves(site: str, moves: Sequence[Move]) -> None:
+    """The transfers that a call at this place makes because of its operands' shardings."""
+    size = sum(move.bytes for move in moves)
+    reasons = ". ".join(reason for move in moves for reason in move.reasons)
+    if moves:
+        _once(f"{site}: each device gathers {size:,} bytes. {reasons}")
+
+
+def _log_axes_left_over(site: str, axes: Axes) -> None:
+    """A call inside a ``jax.shard_map`` that is not manual over these axes."""
+    _once(
+        f"{site}: inside jax.shard_map it is left to the compiler over {text(axes)}, which gathers "
+        "the operands of kernels; name these axes in shard_map's axis_names as well, or enter a "
+        "second jax.shard_map over them around the call"
+    )
+
+
+def _once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        _LOGGER.warning(message)

@@ -1,13 +1,28 @@
-"""The names of the dims of a call's arrays, as sharding sees them."""
+"""The names of the dims of a call's arrays, as sharding sees them, and the axes of its batch.
+
+A batch has the axes that ``jax.vmap`` added, and the call's own. They are separate dims, so the
+compiler may shard each of them. An operand that is broadcast over part of the batch has a
+contiguous run of the axes, and each device's part of the operand is broadcast in the same way.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from jax_memeff._call.operands.arrays import QkvPackedOperands, batch_of, is_varlen, pages_of
-from jax_memeff._call.operands.table import Operand, items, mapped
+import jax
+
+from jax_memeff._call.operands import (
+    OperandRow,
+    QkvPackedOperands,
+    batch_of,
+    is_varlen,
+    items,
+    mapped,
+    pages_of,
+)
 from jax_memeff._call.options import Options
 
 EVEN = {"query_tokens": "even_tokens", "sequences": "even_sequences"}
@@ -31,7 +46,7 @@ def dims(operands: Any) -> Any:
     return mapped(lambda item: named_dims(item.operand, item.array.shape, operands), operands)
 
 
-def named_dims(operand: Operand, shape: tuple[int, ...], operands: Any) -> str:
+def named_dims(operand: OperandRow, shape: tuple[int, ...], operands: Any) -> str:
     """The names of the dims of an operand with this shape."""
     names = operand.named_dims(is_varlen(operands)) if shape else ()
     if names[-1:] == ("...",):
@@ -116,3 +131,61 @@ def divides_groups(heads: int, key_heads: int, mesh_axes: Sequence[int]) -> bool
     return all(
         key_heads % count == 0 or count % key_heads == 0 for count in counts if heads % count == 0
     )
+
+
+class BatchAxes(NamedTuple):
+    """The sizes of the axes, outermost first.
+
+    >>> axes = BatchAxes((3, 4))
+    >>> axes.named("batch columns key_heads head_dim", indices=12)
+    'vmap0 batch columns key_heads head_dim'
+    >>> axes.named("batch columns key_heads head_dim", indices=4)
+    'batch columns key_heads head_dim'
+    >>> axes.named("batch heads rows columns", indices=3, divisor=4)
+    'vmap0 heads rows columns'
+    """
+
+    sizes: tuple[int, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return batch_names(len(self.sizes))
+
+    def run(self, indices: int, divisor: int) -> slice:
+        """The axes of an operand with this many batch indices and this divisor."""
+        if indices == math.prod(self.sizes):
+            return slice(0, len(self.sizes))
+        of_later = [math.prod(self.sizes[axis:]) for axis in range(len(self.sizes) + 1)]
+        return slice(of_later.index(indices * divisor), of_later.index(divisor))
+
+    def later(self, run: slice) -> int:
+        """The divisor of an operand whose axes are this run."""
+        return math.prod(self.sizes[run.stop :])
+
+    def of_device(self, devices: Callable[[str], int]) -> BatchAxes:
+        """The sizes of the axes on one device; ``devices`` has the number along each axis."""
+        return BatchAxes(
+            tuple(size // devices(name) for name, size in zip(self.names, self.sizes, strict=True))
+        )
+
+    def named(self, dims: str, indices: int, divisor: int = 1) -> str:
+        """The dims of an array, with the batch replaced by its axes."""
+        if not dims.startswith("batch"):
+            return dims
+        own = self.names[self.run(indices, divisor)] or ("one",)
+        return " ".join((*own, *dims.split()[1:]))
+
+    def split_shape(self, shape: tuple[int, ...], dims: str) -> tuple[int, ...]:
+        """The shape of :meth:`split`'s result, whose dims have these names."""
+        names = dims.split()
+        own = [size for name, size in zip(self.names, self.sizes, strict=True) if name in names]
+        return (*own, *shape[1:]) if own else shape
+
+    def split(self, x: jax.Array, dims: str) -> jax.Array:
+        """The array with the first dim split into the axes of the batch."""
+        return x.reshape(self.split_shape(x.shape, dims))
+
+    def joined(self, x: jax.Array, dims: str) -> jax.Array:
+        """The inverse of :meth:`split`."""
+        own = sum(name in self.names for name in dims.split())
+        return x.reshape(-1, *x.shape[own:]) if own else x

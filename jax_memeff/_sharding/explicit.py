@@ -14,8 +14,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from jax_memeff import _compat as compat
-from jax_memeff._call.operands.arrays import AnyOperands
-from jax_memeff._call.operands.table import items
+from jax_memeff._call.operands import AnyOperands, items
 from jax_memeff._call.options import Options
 from jax_memeff._sharding.dims import dims, forward_dims
 from jax_memeff._sharding.layout import Layout, Sharded, layout

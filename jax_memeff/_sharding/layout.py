@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from jax_memeff._call.operands.table import Operand
+from jax_memeff._call.operands import OperandRow
 from jax_memeff._sharding.dims import EVEN
 from jax_memeff._sharding.mesh_axes import Axes, MeshAxes
 
@@ -226,7 +226,7 @@ def _of_query(arrays: Sequence[Sharded], mesh: MeshAxes) -> Layout:
 class Sharded(NamedTuple):
     """An operand, its name in messages, its dims and its sharding."""
 
-    operand: Operand
+    operand: OperandRow
     name: str
     shape: tuple[int, ...]
     dims: Sequence[str]

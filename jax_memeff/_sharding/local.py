@@ -20,14 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff._call.mask import Mask
-from jax_memeff._call.mask.computed_blocks import BLOCK
+from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.mask.block_mask import BLOCK
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands.arrays import QkvPackedOperands, batch_of
-from jax_memeff._call.operands.table import Item, mapped
+from jax_memeff._call.operands import Item, QkvPackedOperands, batch_of, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
-from jax_memeff._sharding.alignment import UNALIGNABLE, can_align, top_left
 from jax_memeff._sharding.dims import even_tokens
 from jax_memeff._sharding.layout import KeyHeadCopies, Layout, Limit
 
@@ -45,7 +43,7 @@ def limits(operands: Any, options: Options) -> dict[str, Limit]:
     found: dict[str, Limit] = {}
     if isinstance(operands, QkvPackedOperands):
         return found
-    rows, (multiple, cause) = operands.scores[2], options.position_multiple
+    rows, (multiple, cause) = operands.scores_shape[2], options.position_multiple
     if not can_align(operands.mask):
         found["rows"] = Limit(1, lambda devices, axes: UNALIGNABLE)
     elif multiple > 1:
@@ -79,7 +77,7 @@ def with_positions(operands: Any, layout: Layout, devices: int) -> Any:
     """
     if devices == 1:
         return operands
-    _, _, rows, columns = operands.scores
+    _, _, rows, columns = operands.scores_shape
     first = lax.axis_index(layout.rows).astype(jnp.int32) * rows
     mask = top_left(operands.mask, rows * devices, columns)
     if mask.query_lengths is not None:
@@ -163,3 +161,47 @@ def take_key_heads(operands: Any, layout: Layout) -> Any:
         return take_own_key_heads(item.array, layout) if has_key_heads else item.array
 
     return mapped(own, operands)
+
+
+UNALIGNABLE = (
+    "mask: a bottom-right window together with lengths has a diagonal for each batch index, which "
+    "a sequence sharded over devices does not support; align the window top-left, or pass no "
+    "lengths"
+)
+
+
+def can_align(mask: Mask) -> bool:
+    """Whether :func:`top_left` can align the mask's windows; the arrays may be types."""
+    traced = any(window.alignment == "bottom_right" for window in mask.traced_windows)
+    has_lengths = mask.query_lengths is not None or mask.key_lengths is not None
+    return not (has_lengths and (traced or mask.bottom_right is not None))
+
+
+def top_left(mask: Mask, rows: int, columns: int) -> Mask:
+    """The same mask with top-left windows only.
+
+    Args:
+        mask: of the whole sequence.
+        rows, columns: T and S of the whole sequence.
+
+    Raises:
+        ValueError: a bottom-right window comes with lengths.
+
+    >>> top_left(Mask.causal("bottom_right"), rows=2, columns=5).top_left
+    Window(left=None, right=3)
+    """
+    if not can_align(mask):
+        raise ValueError(UNALIGNABLE)
+    distance = columns - rows
+    windows = (
+        window.moved(distance) if window.alignment == "bottom_right" else window
+        for window in mask.traced_windows
+    )
+    mask = dataclasses.replace(mask, traced_windows=tuple(windows))
+    if mask.bottom_right is None:
+        return mask
+    left, right = mask.bottom_right.left, mask.bottom_right.right
+    window = Window.of(
+        None if left is None else left - distance, None if right is None else right + distance
+    )
+    return dataclasses.replace(mask, bottom_right=None) & Mask(top_left=window)

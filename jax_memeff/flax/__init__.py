@@ -2,7 +2,7 @@
 
 from jax_memeff.flax import linen, nnx
 from jax_memeff.flax.attention import attention_fn
+from jax_memeff.flax.heads import rotary_embedding
 from jax_memeff.flax.pages import Pages
-from jax_memeff.flax.rotary import rotary_embedding
 
 __all__ = ["Pages", "attention_fn", "linen", "nnx", "rotary_embedding"]

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_memeff._api import argument_arrays, argument_masks
 from jax_memeff._api import attention as api
+from jax_memeff._api.arrays import require_no_mask_or_function
+from jax_memeff._api.call import require_no_text_or_function
 from jax_memeff._call import dropout, values
 from jax_memeff._call.functions import ScoreFunction
 from jax_memeff._call.mask import Mask
@@ -140,7 +141,7 @@ def separated(mask: ArrayLike | Mask | None) -> tuple[Mask, jax.Array | None]:
         return mask, None
     if mask is None:
         return Mask(), None
-    argument_masks.require_no_text_or_function(mask)
+    require_no_text_or_function(mask)
     array = jnp.asarray(values.array("mask", mask))
     _require_kind("mask", array, "numbers", jnp.number)
     return Mask(), array
@@ -190,7 +191,7 @@ def attend(
     """
     batch_shape = batch_dims(query, key, value)
     if bias is not None:
-        argument_arrays.require_no_mask_or_function(bias)
+        require_no_mask_or_function(bias)
         bias = _bias_dtype(jnp.asarray(values.array("bias", bias)), query)
         bias = _flatten_score_batch("bias", bias, batch_shape)
     if mask is not None:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_memeff._api.arrays import FLOAT8, FLOATS, POOL_DTYPES, ArrayArgument, checked, paged
 from jax_memeff._api.paged import arguments
 from jax_memeff._api.paged.append import append_to_pages
-from jax_memeff._api.paged.arguments import FLOAT8, POOL_DTYPES
 from jax_memeff._api.paged.attention import paged_attention
 from jax_memeff._call import values
 from jax_memeff._call.mask import Mask
@@ -155,12 +155,23 @@ def _positions(
     Raises:
         ValueError, TypeError: ``pages`` do not fit; ``append_to_pages`` checks them later.
     """
-    table = arguments.table(pages.page_table, key_pages)
-    batch, longest = table.shape[0], table.shape[1] * key_pages.shape[1]
-    starts = pages.query_starts
-    for name, x in (("query", query), ("key", key)):
-        arguments.tokens((name,), (x,), starts, batch, "heads, H")
-    lengths = arguments.lengths(pages.kv_lengths, batch, longest)
+    given = {
+        "key_pages": key_pages,
+        "value_pages": None,
+        "page_table": pages.page_table,
+        "query": query,
+        "key": key,
+        "query_starts": pages.query_starts,
+        "key_scale": None,
+        "value_scale": None,
+    }
+    has_starts = pages.query_starts is not None
+    for new in (ArrayArgument("query", "B T N H", FLOATS), ArrayArgument("key", "B T K H", FLOATS)):
+        layout = paged((new,), has_starts)
+        arrays, sizes, _ = checked(layout, **{row.name: given[row.name] for row in layout.rows})
+    longest = sizes["max_pages"] * sizes["page_size"]
+    lengths = arguments.lengths(pages.kv_lengths, sizes["B"], longest)
+    starts = arrays["query_starts"]
     return _position(query, starts, lengths), _position(key, starts, lengths)
 
 

@@ -10,7 +10,7 @@ from jax.extend.random import define_prng_impl
 import jax_memeff
 from jax_memeff._call import dropout
 from jax_memeff._call.offsets import Offsets, Position
-from jax_memeff._call.operands.arrays import DropoutState
+from jax_memeff._call.operands import DropoutState
 
 KEY = (0x12345678, 0x9ABCDEF0)
 

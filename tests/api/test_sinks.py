@@ -312,9 +312,13 @@ def test_only_the_gradient_of_the_sinks():
 @pytest.mark.parametrize(
     ("sinks", "error", "text"),
     [
-        (np.zeros(3, np.float32), ValueError, "sinks must have one logit for each of the 4 heads"),
-        (np.zeros((1, 4), np.float32), ValueError, "sinks must have one logit"),
-        (np.float32(0), ValueError, "sinks must have one logit"),
+        (
+            np.zeros(3, np.float32),
+            ValueError,
+            r"sinks must have shape \[N\] = \[4\], one logit for each head of query",
+        ),
+        (np.zeros((1, 4), np.float32), ValueError, r"sinks must have shape \[N\]"),
+        (np.float32(0), ValueError, r"sinks must have shape \[N\]"),
         (np.zeros(4, np.int32), TypeError, "sinks must have the dtype of query, float32"),
         (np.zeros(4, np.float16), TypeError, "sinks must have the dtype of query, float32"),
         ([[0.0], [1.0, 2.0]], (TypeError, ValueError), "sinks"),

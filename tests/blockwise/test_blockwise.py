@@ -24,7 +24,7 @@ from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise import tiles as blockwise_tiles
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 
 CASES = {
     "plain": Case(),

@@ -14,9 +14,9 @@ from jaxprs import primitives_of
 import jax_memeff
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call import dropout
+from jax_memeff._call.gradients import NeedsGrad
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.operands.gradients import NeedsGrad
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.scaling import Scaling
 
@@ -80,8 +80,8 @@ import resource, sys, threading, time
 import jax, jax.numpy as jnp
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.operands.gradients import NeedsGrad
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.gradients import NeedsGrad
 from jax_memeff._call.options import Options
 from jax_memeff._call.scaling import Scaling
 

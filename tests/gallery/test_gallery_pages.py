@@ -70,8 +70,8 @@ MASKS = [name for name, entry in ENTRIES.items() if entry.is_mask]
 def test_a_picture_draws_every_element_and_the_class_of_its_tile(pages, name):
     """Compared with the dense mask: all elements of a tile that is drawn as skipped are masked."""
     entry, shape, tile = ENTRIES[name], pages._MASK_SHAPE, pages._TILE
-    names = list(pages.figure.COLORS)
-    found = drawn(pages.picture(entry), list(pages.figure.COLORS.values()))
+    names = list(pages.pictures.COLORS)
+    found = drawn(pages.picture(entry), list(pages.pictures.COLORS.values()))
     rows = entry.rows or shape.length
     call = entry.call(*entry.arguments(shape))
     sizes = 1, shape.heads, rows, shape.length

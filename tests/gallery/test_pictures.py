@@ -12,7 +12,7 @@ import pytest
 
 import jax_memeff
 from jax_memeff import Mask, Offsets
-from jax_memeff._call.mask.pictures import figure, text
+from jax_memeff._call.mask import pictures
 
 T, S = 37, 50
 TILE = 8, 16
@@ -221,15 +221,15 @@ def test_plots():
     (image,) = axes.images
     kinds = np.asarray(image.get_array())
     np.testing.assert_array_equal(kinds >= 2, picture.valid)
-    assert text.summary(picture).split(": ")[1] in axes.get_title()
+    assert pictures.summary(picture).split(": ")[1] in axes.get_title()
     _, given = pyplot.subplots()
     x = jnp.ones((1, 8, 1, 8))
     drawn = jax_memeff.picture(x, x, x, bias=jnp.ones((8, 8)), is_causal=True)
     assert drawn.plot(given) is given
     assert np.ma.getmaskarray(given.images[1].get_array()).sum() == 28
     bias = jnp.zeros((8, 8)).at[:, 0].set(jnp.nan).at[:, 1].set(-jnp.inf)
-    kinds = figure.kinds_of(jax_memeff.picture(x, x, x, bias=bias))
-    assert [list(figure.COLORS_WITHOUT_VALUE)[kind] for kind in kinds[3, :2]] == [
+    kinds = pictures.kinds_of(jax_memeff.picture(x, x, x, bias=bias))
+    assert [list(pictures.COLORS_WITHOUT_VALUE)[kind] for kind in kinds[3, :2]] == [
         "NaN or inf",
         "masked",
     ]
@@ -244,4 +244,4 @@ def test_plots():
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.colors", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        figure.drawing(Mask().picture(4))
+        Mask().picture(4).plot()

@@ -20,7 +20,7 @@ import pytest
 
 import jax_memeff
 from jax_memeff import Mask, _ffi
-from jax_memeff._cuda.custom_call import attributes
+from jax_memeff._cuda import custom_call
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -211,7 +211,7 @@ def test_programs_of_other_versions_are_errors(corpus):
         "kernels": {"archs": "sm_90a", "sm_90a": b"\x89MEMEFF\n"},
         "seal": bytes(32),
     }
-    assert f"attributes of version none, expected {attributes.VERSION} (" in error_of(call)
+    assert f"attributes of version none, expected {custom_call.VERSION} (" in error_of(call)
     assert EXPORT_AGAIN in error_of(call)
 
 
@@ -227,7 +227,7 @@ def test_a_truncated_or_damaged_image_is_an_error(corpus):
     call = first(corpus)
     others = {name: call.attributes[name] for name in call.attributes}
     del others["kernels"], others["version"], others["checksum"]
-    call.attributes = attributes.sealed(others, kernels)
+    call.attributes = custom_call.sealed(others, kernels)
     assert error_of(call) == ""
     for damaged in (
         *(image[:size] for size in (0, 1, 255, len(image) - 1)),
@@ -270,7 +270,7 @@ def test_sizes_cannot_overflow(corpus, types, message):
     kernels = others.pop("kernels")
     del others["version"], others["checksum"], kernels["archs"]
     others["operand_types"] = np.array(types, np.int64)
-    call.attributes = attributes.sealed(others, kernels)
+    call.attributes = custom_call.sealed(others, kernels)
     assert message in error_of(call)
 
 

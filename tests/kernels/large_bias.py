@@ -14,7 +14,7 @@ from attention_case import Case
 from kernel_cases import BOTTOM_RIGHT, CAUSAL
 from oracle_checks import cancellation, largest
 
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 
 MASKED = -2e38
 LOST = 2.0**24

@@ -18,8 +18,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_memeff._cuda.custom_call import attributes
-from jax_memeff._cuda.custom_call.buffers import Buffer
+from jax_memeff._cuda import custom_call
+from jax_memeff._cuda.buffers import Buffer
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.launch import CapturedArray, EntryPoint, Grid
 from jax_memeff.codegen.problem import Problem
@@ -74,17 +74,17 @@ def toy_spec() -> Any:
 
 def toy_attributes(code: bytes, operands: list[Buffer], results: list[Buffer]) -> dict[str, Any]:
     sizes = Sizes(batch=B, queries=T, keys=T, heads=N, key_heads=N, head_dim=H, value_dim=H)
-    names = attributes.names_of([*operands, *results])
-    kernel = attributes.of_kernel(toy_spec(), "sm_80", code, names, sizes, ())
+    names = custom_call.names_of([*operands, *results])
+    kernel = custom_call.of_kernel(toy_spec(), "sm_80", code, names, sizes, ())
     found = {
         "direction": "forward",
-        **attributes.of_buffers(operands, results, {"sinks": DIVISOR}),
+        **custom_call.of_buffers(operands, results, {"sinks": DIVISOR}),
         "sizes": np.array([B, T, T, N, N, H, H, 0, 0], np.int32),
         "scale": np.ones(4, np.float32),
-        "windows": np.full(4, attributes.UNBOUNDED, np.int32),
+        "windows": np.full(4, custom_call.UNBOUNDED, np.int32),
         "bias_alignment": np.int32(1),
     }
-    return attributes.sealed(found, {"sm_80": kernel})
+    return custom_call.sealed(found, {"sm_80": kernel})
 
 
 def run_toy(sinks_dtype: str = "float32") -> Any:

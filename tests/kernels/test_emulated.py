@@ -23,7 +23,7 @@ from emulated_runs import DETERMINISTIC, SM80, SM90, Run
 from kernel_cases import BOTTOM_RIGHT
 from oracle_checks import assert_results_match
 
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 
 LARGEST_TILE = 128
 

@@ -21,7 +21,7 @@ from attention_case import Case, run_case
 from kernel_cases import CAUSAL
 from oracle_checks import assert_results_match
 
-from jax_memeff._call.operands.gradients import Gradients, gradients_of
+from jax_memeff._call.gradients import Gradients, gradients_of
 from jax_memeff._op import primitives
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.gpu import WGMMA_ARCH

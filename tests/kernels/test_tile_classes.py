@@ -10,9 +10,8 @@ import pytest
 from emulator import build
 
 from jax_memeff import Offsets
-from jax_memeff._call.mask import Mask, Window
-from jax_memeff._call.mask.pictures import tile_classes
-from jax_memeff._cuda.custom_call.attributes import UNBOUNDED
+from jax_memeff._call.mask import Mask, Window, pictures
+from jax_memeff._cuda.custom_call import UNBOUNDED
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
 
@@ -82,7 +81,7 @@ def test_random_windows_lengths_and_positions():
         batch = int(random.integers(BATCH))
         offsets = Offsets(query=positions[0], key=positions[1])
         scores = (BATCH, 1, sizes[0], sizes[1])
-        found = tile_classes.of_slice(mask, scores, (tile[0], tile[1]), offsets, batch, 0)
+        found = pictures.tile_classes(mask, scores, (tile[0], tile[1]), offsets, batch, 0)
         want = np.zeros_like(found)
         windows = numbers(*(UNBOUNDED if x is None else x for x in bounds))
         on_device(

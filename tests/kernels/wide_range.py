@@ -13,7 +13,7 @@ import oracle
 from attention_case import Case
 from kernel_cases import CAUSAL
 
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 
 HUGE = 1e30
 

@@ -284,12 +284,12 @@ MISFITS = {
     "starts": (
         WRONG(TABLE, [37], jnp.array([0, 37])),
         ValueError,
-        r"query must have shape \[tokens, heads, H\], because query_starts is given",
+        r"query must have shape \[tokens, N, H\], because query_starts is given",
     ),
     "batch": (
         WRONG(jnp.zeros((2, 3), int), [37, 37]),
         ValueError,
-        r"query must have shape \[B, T, heads, H\] with B = 2",
+        "query must have the batch size of page_table, 2, got 1",
     ),
 }
 

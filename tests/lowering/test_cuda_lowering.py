@@ -20,7 +20,7 @@ from cuda_programs import (
 
 import jax_memeff
 from jax_memeff import Mask, Offsets, UnsupportedError
-from jax_memeff._cuda.custom_call.attributes import UNBOUNDED
+from jax_memeff._cuda.custom_call import UNBOUNDED
 from jax_memeff.codegen.features import (
     BIAS,
     BOOLEAN,

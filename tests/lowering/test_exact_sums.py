@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_memeff import Mask
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.scaling import Scaling
 from jax_memeff._cuda import exact_sums

@@ -11,7 +11,7 @@ import pytest
 from cuda_programs import attention_calls, lower, names_of, shapes, types_of, varlen_shapes
 
 import jax_memeff
-from jax_memeff._cuda.derivatives import tangents
+from jax_memeff._cuda import lowering
 from jax_memeff.codegen.features import BROADCAST_BATCH
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -178,7 +178,7 @@ def test_the_digest_of_sharded_programs_names_the_kernel(fake_compiler, monkeypa
         if equation.primitive.name == "attention_tangent"
     )
     avals = [variable.aval for variable in equation.invars]
-    digest = functools.partial(tangents.digest, avals, **equation.params)
+    digest = functools.partial(lowering.digest, avals, **equation.params)
     on_hopper = digest()
     assert len(on_hopper) == 32
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80")

@@ -23,7 +23,7 @@ import jax_memeff
 from jax_memeff import Mask, Offsets
 from jax_memeff._call.mask import Window
 from jax_memeff._op import primitives
-from jax_memeff._ring import forward_backward
+from jax_memeff._ring import attention
 from jax_memeff._ring.schedule import steps
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -395,6 +395,6 @@ def test_merging_keeps_nan():
     nan = jnp.full((1, 2), jnp.nan), jnp.full(1, jnp.nan)
     nothing = jnp.zeros((1, 2)), jnp.full(1, -jnp.inf)
     for parts in ((nan, nothing), (nothing, nan)):
-        assert all(jnp.isnan(x).all() for x in forward_backward._merge(*parts))
-    out, lse = forward_backward._merge(nothing, nothing)
+        assert all(jnp.isnan(x).all() for x in attention._merge(*parts))
+    out, lse = attention._merge(nothing, nothing)
     assert not out.any() and lse == -jnp.inf

@@ -32,7 +32,11 @@ def good():
 
 CASES = {
     "query_rank": ({"query": zeros(T, N, H)}, ValueError, r"query must have shape \[B, T, N, H\]"),
-    "query_batch": ({"query": zeros(3, T, N, H)}, ValueError, "B = 2, the rows of page_table"),
+    "query_batch": (
+        {"query": zeros(3, T, N, H)},
+        ValueError,
+        "query must have the batch size of page_table, 2, got 3",
+    ),
     "query_dtype": ({"query": zeros(B, T, N, H, dtype=int)}, TypeError, "query must be one of"),
     "ragged_rank": (
         {"query_starts": np.array([0, 3, 6])},
@@ -48,7 +52,7 @@ CASES = {
     "pool_rank": (
         {"key_pages": zeros(80, K, H)},
         ValueError,
-        r"key_pages must have rank 4, \[pages, page_size, K, H\], got shape \(80, 2, 8\)",
+        r"key_pages must have shape \[pages, page_size, K, H\], got shape \(80, 2, 8\)",
     ),
     "pool_dtype": (
         {"key_pages": zeros(PAGES, SIZE, K, H, dtype=jnp.int8)},
@@ -58,7 +62,7 @@ CASES = {
     "dtypes_differ": (
         {"query": zeros(B, T, N, H, dtype="bfloat16")},
         TypeError,
-        "key_pages must have the dtype of query, bfloat16, or float8_e4m3fn, got float32",
+        r"query must have the dtype of key_pages, float32, got bfloat16; pass query.astype",
     ),
     "page_size": (
         {"key_pages": zeros(PAGES, 24, K, H)},
@@ -68,7 +72,7 @@ CASES = {
     "value_pages": (
         {"value_pages": zeros(4, SIZE, K, H)},
         ValueError,
-        "value_pages must have the pages, page size and heads of key_pages.*got",
+        "value_pages must have the number of pages of key_pages, 5, got 4",
     ),
     "value_dtype": (
         {"value_pages": zeros(PAGES, SIZE, K, H, dtype="float16")},
@@ -78,7 +82,7 @@ CASES = {
     "table_rank": (
         {"page_table": np.array([0, 1])},
         ValueError,
-        r"page_table must have rank 2, \[B, max_pages\], got shape \(2,\)",
+        r"page_table must have shape \[B, max_pages\], got shape \(2,\)",
     ),
     "table_dtype": (
         {"page_table": zeros(B, MAX)},
@@ -136,7 +140,7 @@ CASES = {
     "scale_shape": (
         {"key_pages": FLOAT8, "value_pages": FLOAT8, "value_scale": np.ones(3, np.float32)},
         ValueError,
-        r"value_scale must have shape \[K\] = \[2\] or \[pages, K\] = \[5, 2\], got \(3,\)",
+        r"value_scale must have shape \[K\] = \[2\] or \[pages, K\] = \[5, 2\], got shape \(3,",
     ),
     "scale_dtype": (
         {"key_pages": FLOAT8, "value_pages": FLOAT8, "key_scale": jnp.ones(K, jnp.bfloat16)},
@@ -180,7 +184,7 @@ CASES = {
     ),
     "causal": ({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
     "invariant": ({"batch_invariant": 1}, TypeError, "batch_invariant must be True or False"),
-    "sinks": ({"sinks": zeros(3)}, ValueError, "sinks must have one logit for each of the 4 heads"),
+    "sinks": ({"sinks": zeros(3)}, ValueError, r"sinks must have shape \[N\] = \[4\], one logit"),
     "implementation": (
         {"implementation": "triton"},
         ValueError,
@@ -216,10 +220,18 @@ APPEND_CASES = {
     "heads": (
         {"value": zeros(B, T, 3, H)},
         ValueError,
-        "value must have the heads and head dim of",
+        "value must have the number of heads of key_pages, 2, got 3",
     ),
-    "tokens": ({"value": zeros(B, 4, K, H)}, ValueError, "value must have the tokens of key"),
-    "batch": ({"key": zeros(3, T, K, H)}, ValueError, r"key must have shape \[B, T, K, H\] with B"),
+    "tokens": (
+        {"value": zeros(B, 4, K, H)},
+        ValueError,
+        "value must have the number of tokens of key, 3, got 4",
+    ),
+    "batch": (
+        {"key": zeros(3, T, K, H)},
+        ValueError,
+        "key must have the batch size of page_table, 2, got 3",
+    ),
     "no_value": ({"value": None}, ValueError, "value must be given, because value_pages is"),
     "no_value_pages": ({"value_pages": None}, ValueError, "value_pages must be given, because val"),
     "float8_integers": (

@@ -6,11 +6,10 @@ import numpy as np
 import paging
 
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
-from jax_memeff._call.pages import Pages
 from jax_memeff._call.scaling import Scaling
-from jax_memeff._call.sequences import Sequences
+from jax_memeff._call.sequences import Pages, Sequences
 from jax_memeff._op import primitives
 
 

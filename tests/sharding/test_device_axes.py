@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_memeff import _compat as compat
-from jax_memeff._sharding.device_axes import DeviceAxes, Stride, strides_of_dims
+from jax_memeff._sharding.mesh_axes import DeviceAxes, Stride, strides_of_dims
 
 MESHES = [(8,), (2, 4), (4, 2), (2, 2, 2), (2, 3), (3, 2), (6,), (1, 4, 2), (7,)]
 

@@ -12,10 +12,10 @@ import numpy as np
 import packing
 
 from jax_memeff._call import dropout
+from jax_memeff._call.gradients import NeedsGrad
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands.arrays import DropoutState, Operands, QkvPackedOperands
-from jax_memeff._call.operands.gradients import NeedsGrad
+from jax_memeff._call.operands import DropoutState, Operands, QkvPackedOperands
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._call.scaling import Scaling
 

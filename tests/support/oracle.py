@@ -16,7 +16,7 @@ from jax import lax
 
 from jax_memeff._call.mask import Mask, Window
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands.arrays import DropoutState, Operands
+from jax_memeff._call.operands import DropoutState, Operands
 from jax_memeff._call.options import Options
 
 

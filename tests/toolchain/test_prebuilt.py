@@ -13,7 +13,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from jax_memeff._command import archives, models
+from jax_memeff._command import build, models
 from jax_memeff.codegen import select
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.toolchain import compile as compiler
@@ -358,7 +358,7 @@ def test_a_link_stays_a_link(tmp_path, is_dangling):
     link.symlink_to(target)
     if not is_dangling:
         target.write_bytes(b"the old one")
-    archives.require_writable(link)
+    build.require_writable(link)
     compiler.write_archive(link, {(SPEC, "sm_90a"): KERNEL})
     assert link.is_symlink() and zipfile.is_zipfile(target)
     assert sorted(tmp_path.rglob("*zip*")) == sorted([link, target])

@@ -94,7 +94,7 @@ _SM80_256 = Tile(
     64,
     8,
     1,
-    "311, causal 280, with dropout 261, a soft cap 282; if warps have 16 rows alone 286, 265, 228, "
+    "311, causal 280, random bits 261, a soft cap 282; if warps have 16 rows alone 286, 265, 228, "
     "232; 64x32 in two blocks 274, 253, 249, -",
     modifiers=modifiers("bias"),
     masks=("none", "causal"),

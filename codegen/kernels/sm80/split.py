@@ -93,11 +93,10 @@ def _tiles_of_64_rows(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
         groups = 2 if keys > 16 else 1
         if dim <= _MOST_COLUMNS_OF_32_ROWS or groups == 1:
             # A warp with 32 rows and 128 columns spills soft cap, bias and random bits.
-            spills = dim > 64 and groups == 2
-            features = {"modifiers": ()} if spills else {}
+            features = MmaTile.modifiers if dim <= 64 or groups == 1 else ()
             for blocks, stages in _residencies(own, *residencies):
                 reason = _COPIES_IN_FLIGHT
-                yield Tile(64, keys, 4, blocks, reason, **features, key_warps=groups, stages=stages)
+                yield Tile(64, keys, 4, blocks, reason, features, key_warps=groups, stages=stages)
         if groups == 2:
             for _, stages in _residencies(own, *residencies[1:]):
                 reason = "a warp has 16 rows"

@@ -11,8 +11,8 @@ from jax.custom_batching import custom_vmap
 from jax.typing import ArrayLike
 
 from jax_memeff import _compat as compat
+from jax_memeff._api.arrays import NEW_TOKENS
 from jax_memeff._api.paged import arguments
-from jax_memeff._api.paged.shapes import gathered, require_whole_pages
 from jax_memeff._call import values
 from jax_memeff.errors import UnsupportedError
 
@@ -112,67 +112,40 @@ def append_to_pages(
     >>> jnp.argwhere(key_pages[..., 0, 0]).tolist()  # positions 15 and 16
     [[0, 0], [2, 15]]
     """
-    keys, values_ = arguments.pools(key_pages, value_pages)
-    for name, pool in (("key_pages", keys), ("value_pages", values_)):
-        if pool is not None:
-            require_whole_pages(name, pool)
-    table = arguments.table(page_table, keys)
-    batch, longest = table.shape[0], table.shape[1] * keys.shape[1]
-    named = _new_tokens(key, value, keys, values_)
-    each = named["key"].shape[1] if query_starts is None and named["key"].ndim == 4 else None
-    new = arguments.tokens(tuple(named), tuple(named.values()), query_starts, batch, "K, H")
-    # Every device has all pages of its heads, so it needs every new token.
-    table, new = gathered(table), tuple(map(gathered, new))
-    lengths = arguments.lengths(kv_lengths, batch, longest)
-    count = len(new[0])
-    rows = arguments.rows(query_starts, lengths, count, each, count)
-    scales = (
-        arguments.scale("key_scale", key_scale, keys),
-        arguments.scale("value_scale", value_scale, values_),
-    )
-    if not keys.shape[0]:
-        return keys, values_  # JAX cannot index scales of no pages
-    page, slot = _places(rows, table, keys.shape[0], keys.shape[1], count)
-    results = [
-        _written(pool, _as_stored(x, scale, page, pool.dtype), page, slot)
-        for pool, x, scale in zip((keys, values_), new, scales, strict=False)
-        if pool is not None
-    ]
-    return results[0], results[1] if len(results) > 1 else None
-
-
-def _new_tokens(
-    key: Any, value: Any, key_pages: jax.Array, value_pages: jax.Array | None
-) -> dict[str, jax.Array]:
-    """The new keys and values by name, with the dtypes and last dims of their pools."""
     if (value is None) != (value_pages is None):
         given, missing = ("value_pages", "value") if value is None else ("value", "value_pages")
         raise ValueError(f"{missing} must be given, because {given} is; got None")
-    found = {}
-    for name, x, pool in (("key", key, key_pages), ("value", value, value_pages)):
-        if pool is None:
-            continue
-        array = found[name] = jnp.asarray(values.array(name, x))
-        arguments.static_sizes(**{name: array})
-        is_float8 = pool.dtype == arguments.FLOAT8
-        if array.dtype != pool.dtype and not (
-            is_float8 and jnp.issubdtype(array.dtype, jnp.floating)
-        ):
-            expected, advice = (
-                # A cast to float8 would lose the range that a scale keeps.
-                (f"a float dtype, because {name}_pages is {pool.dtype}", "'float32'")
-                if is_float8
-                else (f"the dtype of {name}_pages, {pool.dtype}", f"{name}_pages.dtype")
-            )
-            raise TypeError(
-                f"{name} must have {expected}, got {array.dtype}; pass {name}.astype({advice})"
-            )
-        if array.shape[-2:] != pool.shape[2:]:
-            raise ValueError(
-                f"{name} must have the heads and head dim of {name}_pages, {pool.shape[2:]}, got "
-                f"shape {array.shape}"
-            )
-    return found
+    arrays, sizes = arguments.checked_pages(
+        {
+            "key_pages": key_pages,
+            "value_pages": value_pages,
+            "page_table": page_table,
+            "key": key,
+            "value": value,
+            "query_starts": query_starts,
+            "key_scale": key_scale,
+            "value_scale": value_scale,
+        },
+        NEW_TOKENS,
+    )
+    pools = {name: arrays[f"{name}_pages"] for name in ("key", "value")}
+    for name, pool in pools.items():
+        if pool is not None:
+            arguments.require_whole_pages(f"{name}_pages", pool)
+    # Every device has all pages of its heads, so it needs every new token.
+    table = arguments.gathered(arrays["page_table"])
+    new = {name: arguments.gathered(arrays[name]) for name, x in pools.items() if x is not None}
+    pages, page_size, count = sizes["pages"], sizes["page_size"], len(new["key"])
+    lengths = arguments.lengths(kv_lengths, sizes["B"], sizes["max_pages"] * page_size)
+    rows = arguments.rows(arrays["query_starts"], lengths, count, sizes.get("T"), count)
+    scales = {name: arguments.scale_of_pages(arrays[f"{name}_scale"]) for name in pools}
+    if not pages:
+        return pools["key"], pools["value"]  # JAX cannot index scales of no pages
+    page, slot = _places(rows, table, pages, page_size, count)
+    for name, x in new.items():
+        stored = _as_stored(x, scales[name], page, pools[name].dtype)
+        pools[name] = _written(pools[name], stored, page, slot)
+    return pools["key"], pools["value"]
 
 
 def _places(

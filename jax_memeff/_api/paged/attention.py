@@ -1,7 +1,13 @@
-"""Attention over keys and values in a pool of pages."""
+"""Attention over keys and values in a pool of pages.
+
+In the user's windows and functions, a row is the position of the query's token in its sequence. The
+rows of a call are only the new tokens; their positions follow from the lengths.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
@@ -9,18 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_memeff._api import argument_numbers
-from jax_memeff._api.arguments import CommonArguments, PagedArguments, in_full, with_defaults
-from jax_memeff._api.canonical import Call, common
+from jax_memeff._api.arguments import (
+    CommonArguments,
+    PagedArguments,
+    in_full,
+    latent_dim,
+    with_defaults,
+)
+from jax_memeff._api.arrays import PAGED_QUERY
+from jax_memeff._api.call import AttentionCall, of_arguments
 from jax_memeff._api.paged import arguments as checks
-from jax_memeff._api.paged import masks
-from jax_memeff._api.paged.shapes import with_leading
-from jax_memeff._call.mask import Mask
+from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.mask.conditions import AnyMask, Conditions
 from jax_memeff._call.mask.expression import Frame, compiled
+from jax_memeff._call.mask.window import TracedWindow, intersection
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.pages import INVARIANT_COLUMNS, Pages
-from jax_memeff._call.sequences import Sequences
+from jax_memeff._call.operands import Operands
+from jax_memeff._call.sequences import INVARIANT_COLUMNS, Pages, Sequences
 from jax_memeff._call.values import flag, takes_objects
 
 
@@ -141,14 +152,14 @@ def paged_attention(
     with_residual = flag("return_residual", return_residual)
     paged = prepare(query, key_pages, value_pages, page_table, kv_lengths, **arguments)
     found = paged.call.run(with_residual=True)
-    out, lse = (with_leading("query", x, 1, paged.rows) for x in found)
+    out, lse = (checks.with_leading("query", x, 1, paged.rows) for x in found)
     return (out, lse) if with_residual else out
 
 
 class Paged(NamedTuple):
     """A valid call, and the dims of the user's tokens."""
 
-    call: Call[Operands]
+    call: AttentionCall[Operands]
     rows: tuple[int, ...]
     """(B, T) or (tokens,)"""
 
@@ -168,55 +179,51 @@ def prepare(
     """
     named = with_defaults(PagedArguments, arguments)
     is_invariant = flag("batch_invariant", named["batch_invariant"])
-    key_pages, value_pages = checks.pools(key_pages, value_pages)
-    query = checks.query(query, key_pages)
-    table = checks.table(page_table, key_pages)
-    batch, max_pages = table.shape
-    page_size, starts = key_pages.shape[1], named["query_starts"]
-    (tokens,) = checks.tokens(("query",), (query,), starts, batch, "N, H")
-    each = query.shape[1] if starts is None else None
-    longest = checks.max_query_length(named["max_query_length"], starts, len(tokens), each)
+    given = {"query": query, "key_pages": key_pages, "value_pages": value_pages}
+    arrays, sizes = checks.checked_pages({"page_table": page_table, **given, **named}, PAGED_QUERY)
+    key_pages, value_pages, table = (
+        arrays[name] for name in ("key_pages", "value_pages", "page_table")
+    )
+    batch, max_pages, page_size = sizes["B"], sizes["max_pages"], sizes["page_size"]
+    tokens, starts, each = arrays["query"], arrays["query_starts"], sizes.get("T")
+    longest = checks.max_query_length(named["max_query_length"], len(tokens), each)
     lengths = checks.lengths(kv_lengths, batch, max_pages * page_size)
     rows = checks.rows(starts, lengths, len(tokens), each, longest)
-    latent_dim = argument_numbers.latent_dim(
-        named["value_dim"],
-        value_pages is not None,
-        key_pages.shape[3],
-        ("key_pages", "value_pages"),
-    )
     key_scale, value_scale = (
-        checks.scale(name, named[name], pool)
-        for name, pool in (("key_scale", key_pages), ("value_scale", value_pages))
+        checks.scale_of_pages(arrays[name]) for name in ("key_scale", "value_scale")
     )
+    names = ("key_pages", "value_pages")
+    has_values = value_pages is not None
+    values_dim = latent_dim(named["value_dim"], has_values, sizes["H"], names)
 
-    scores = (batch, query.shape[-2], longest, max_pages * page_size)
+    scores_shape = (batch, sizes["N"], longest, max_pages * page_size)
     shared = {name: x for name, x in named.items() if name in CommonArguments.__annotations__}
-    options, combined, arrays = common(
-        query.dtype,
-        query.shape[-1],
-        scores,
+    options, combined, others = of_arguments(
+        tokens.dtype,
+        sizes["H"],
+        scores_shape,
         None,
         named["mask"],
         with_defaults(CommonArguments, shared),
     )
-    masks.require_possible(combined)
+    _require_possible(combined)
     if is_invariant:
-        more = masks.padded_pages(max_pages, page_size, INVARIANT_COLUMNS) - max_pages
+        more = _padded_pages(max_pages, page_size, INVARIANT_COLUMNS) - max_pages
         table = jnp.pad(table, ((0, 0), (0, more)), constant_values=-1)
     counts = rows.counts(longest)
     columns = table.shape[1] * page_size
-    combined, position = _canonical_mask(combined, rows, counts, scores, columns)
-    if arrays["functions"] is not None:
-        arrays["position"] = position
+    combined, position = _canonical_mask(combined, rows, counts, scores_shape, columns)
+    if others["functions"] is not None:
+        others["position"] = position
     else:
-        combined = masks.by_rows(combined, longest)
+        combined = _by_rows(combined, longest)
 
     given = None if combined.traced_windows else checks.unclipped_lengths(kv_lengths)
     if given is not None and 0 < columns == max_pages * page_size:
         # Lengths are clamped where keys are read, to the columns of a table that may be padded.
         # Without columns nothing reads them, but a row with a sink exists only within its length.
         lengths = given
-    if given is not None and each == 1 and arrays["functions"] is None:
+    if given is not None and each == 1 and others["functions"] is None:
         sequences = _of_step(lengths, columns)
     else:
         sequences = _of_rows(rows, counts, lengths, len(tokens), longest, columns)
@@ -225,19 +232,20 @@ def prepare(
         key=_as_rows(key_pages),
         value=_as_rows(key_pages if value_pages is None else value_pages),
         mask=combined,
-        **arrays,
+        **others,
         sequences=sequences,
         pages=Pages(
             table,
             key_scale,
             value_scale,
             page_size,
-            latent_dim,
+            values_dim,
             each,
             is_invariant,
         ),
     )
-    return Paged(Call(operands, options, batched=False), query.shape[:-2])
+    rows_shape = (len(tokens),) if each is None else (batch, each)
+    return Paged(AttentionCall(operands, options, batched=False), rows_shape)
 
 
 def _of_step(lengths: jax.Array, columns: int) -> Sequences:
@@ -271,14 +279,14 @@ def _canonical_mask(
     mask: Mask,
     rows: checks.Rows,
     counts: jax.Array,
-    scores: tuple[int, int, int, int],
+    scores_shape: tuple[int, int, int, int],
     columns: int,
 ) -> tuple[Mask, Position]:
     """The canonical mask in terms of positions, and the position of row 0 of each sequence."""
-    batch, _, longest, own_columns = scores
-    mask = masks.by_position(mask).canonical(batch, longest, own_columns)
+    batch, _, longest, own_columns = scores_shape
+    mask = _by_position(mask).canonical(batch, longest, own_columns)
     given = jnp.minimum(rows.given, longest)
-    mask = masks.shifted(mask, batch, given - counts, columns)
+    mask = _shifted(mask, batch, given - counts, columns)
     first_column = jnp.zeros(batch, jnp.int32)
     # The user's row 0 is at a negative position if a sequence has fewer tokens than queries.
     users = Position(rows.lengths - given, first_column)
@@ -288,4 +296,113 @@ def _canonical_mask(
 
 def _as_rows(pages: jax.Array) -> jax.Array:
     """A pool as [1, pages * page_size, K, H], without a copy."""
-    return with_leading("key_pages", pages, 2, (1, pages.shape[0] * pages.shape[1]))
+    return checks.with_leading("key_pages", pages, 2, (1, pages.shape[0] * pages.shape[1]))
+
+
+def _require_possible(mask: Conditions) -> None:
+    """Raise for conditions that paged calls do not take: lengths, computed blocks, segment ids.
+
+    They are wrong under ``|`` and ``~``, too, so those masks are also checked.
+
+    Raises:
+        ValueError: names the condition and its replacement.
+    """
+    if {"query_lengths", "key_lengths"} & mask.kinds():
+        raise ValueError(
+            "mask must not have lengths, because kv_lengths are the lengths of sequences; got "
+            "Mask.lengths: pass shorter kv_lengths, or Mask.function"
+        )
+    if mask.block_masks:
+        raise ValueError(
+            "mask must not have computed blocks, because rows are positions in a sequence; got "
+            "mask.blocks(query, key): pass the mask itself"
+        )
+    if mask.segment_ids:
+        raise ValueError(
+            "mask must not have segment ids, because a row of a pool belongs to no fixed sequence; "
+            "got Mask.segments: pass Mask.function(lambda b, h, q, k: ids[b, q] == ids[b, k])"
+        )
+    for other in mask.excluded:
+        _require_possible(other)
+
+
+def _by_position(mask: AnyMask) -> AnyMask:
+    """The same mask in terms of positions: the diagonal of every window starts at position 0.
+
+    This includes windows under ``|`` and ``~``.
+    """
+    return dataclasses.replace(
+        mask,
+        top_left=intersection(mask.top_left, mask.bottom_right),
+        bottom_right=None,
+        traced_windows=tuple(
+            TracedWindow(window.left, window.right, "top_left") for window in mask.traced_windows
+        ),
+        excluded=tuple(map(_by_position, mask.excluded)),
+    )
+
+
+def _by_rows(mask: Mask, longest_query: int) -> Mask:
+    """A mask of :func:`_by_position` without functions, in terms of the new tokens.
+
+    The diagonal ends at the last token. A single new token is the last one of its sequence, so it
+    needs no right bound.
+    """
+    window = mask.top_left
+    if window is not None and longest_query == 1 and (window.right or 0) >= 0:
+        window = Window(window.left, None)
+    if window == Window(None, None):
+        window = None
+    return dataclasses.replace(mask, top_left=None, bottom_right=window)
+
+
+def _shifted(mask: Mask, batch: int, first: jax.Array, columns: int) -> Mask:
+    """The mask with its boolean arrays _shifted, so that row 0 is the sequence's first token.
+
+    Lists of blocks, and arrays under ``|`` and ``~``, keep the user's rows: they become one
+    function, which computes these rows from positions.
+
+    Args:
+        mask: a canonical mask.
+        batch: B.
+        first: int32[B], the number of rows before each sequence's first token.
+        columns: the number of columns, to which arrays are padded with False.
+    """
+
+    def one(array: jax.Array) -> jax.Array:
+        _, heads, rows, own = array.shape
+        if rows == 1:
+            return array
+        array = jnp.broadcast_to(array, (batch, heads, rows, own))
+        of_rows = jnp.arange(rows, dtype=jnp.int32)[None] + first[:, None]
+        # Rows after the last one belong to no token.
+        return jnp.take_along_axis(array, of_rows[:, None, :, None], 2, mode="clip")
+
+    mask = _with_columns(mask, columns)
+    return dataclasses.replace(mask, booleans=tuple(map(one, mask.booleans)))
+
+
+def _with_columns(mask: AnyMask, columns: int) -> AnyMask:
+    """The mask with its boolean arrays, those under ``~`` too, padded to so many columns."""
+
+    def one(array: jax.Array) -> jax.Array:
+        own = array.shape[3]
+        if own in (1, columns):
+            return array
+        return jnp.pad(array, [(0, 0)] * 3 + [(0, columns - own)])
+
+    return dataclasses.replace(
+        mask,
+        booleans=tuple(map(one, mask.booleans)),
+        excluded=tuple(_with_columns(other, columns) for other in mask.excluded),
+    )
+
+
+def _padded_pages(max_pages: int, page_size: int, columns: int) -> int:
+    """The smallest number of pages >= ``max_pages`` whose keys are a multiple of ``columns``.
+
+    >>> _padded_pages(5, page_size=48, columns=256)
+    16
+    """
+    multiple = math.lcm(page_size, columns) // page_size
+    return -(-max_pages // multiple) * multiple

@@ -1,22 +1,19 @@
-"""Checks the arguments of masks and brings them into canonical shapes."""
+"""Checks of the arguments from which masks are made, and the dtypes in which masks keep them."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_memeff._call import values
-from jax_memeff._call.mask.window import Window
-from jax_memeff._call.values import INT32_MAX
+from jax_memeff._call.values import INT32_MAX, is_host
 
 
-def scores(query: Any, key: Any) -> tuple[int, int, int, int]:
-    """(B, N, T, S) from the shapes of a query and a key."""
+def scores_shape(query: Any, key: Any) -> tuple[int, int, int, int]:
+    """(B, N, T, S) from the shapes of a query and a key of ``Mask.blocks``."""
     shapes = [_shape(name, x) for name, x in (("query", query), ("key", key))]
     if len(shapes[0]) != len(shapes[1]) or len(shapes[0]) not in (3, 4):
         raise ValueError(
@@ -48,13 +45,6 @@ def not_a_mask(other: object) -> TypeError:
     elif hasattr(other, "dtype"):
         advice = ": pass jax_memeff.Mask.boolean(array)"
     return TypeError(f"a Mask combines with another Mask, got {type(other).__name__}{advice}")
-
-
-def both(a: Window | None, b: Window | None) -> Window | None:
-    """The intersection of two windows; None means no window."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a & b
 
 
 def bound(name: str, value: Any) -> int | None:
@@ -101,14 +91,76 @@ def lengths(name: str, x: ArrayLike) -> Any:
     return array
 
 
-def smallest(lengths: Sequence[jax.Array], batch: int, size: int) -> jax.Array | None:
-    """The minimum of several lengths, int32[B] in [0, size]."""
-    if not lengths:
-        return None
-    clamped = (broadcast(values.clipped(x, 0, size), batch) for x in lengths)
-    return functools.reduce(jnp.minimum, clamped)
+_PART_BITS = 31
+"""Bits of a non-negative int32."""
 
 
-def broadcast(x: Any, *shape: int) -> jax.Array:
-    """A device array of this shape."""
-    return jnp.broadcast_to(jnp.asarray(x), shape)
+def segment_ids(query_ids: Any, key_ids: Any) -> tuple[tuple[Any, Any], ...]:
+    """Pairs of int32 ids, all of which match if and only if the given ids are equal.
+
+    A cast would wrap: hashed ids that differ by 2**32 would match, and large unsigned ones would
+    turn negative, which means "attends to nothing".
+
+    Negative ids stay negative. Ids that fit are cast. Larger ids on the host are replaced by their
+    ranks among all ids of the call, so they cost no more than small ones. Ranks of device arrays
+    would need a sort, and in ``ring_attention`` the ids of all devices. Larger ids on a device are
+    therefore split into parts of 31 bits, the highest first: two pairs for uint32, three for 64-bit
+    ids.
+
+    Args:
+        query_ids: integers of any shape.
+        key_ids: likewise.
+
+    >>> ((query, key),) = segment_ids(np.array([7, 2**32 + 7, -(2**40)]), np.array([2**32 + 7]))
+    >>> query.tolist(), key.tolist()
+    ([1, 2, -1], [2])
+    >>> [key.tolist() for _, key in segment_ids(jnp.array([5]), jnp.array([2**31 + 3], "uint32"))]
+    [[1], [3]]
+    """
+    count = max(_parts(query_ids), _parts(key_ids))
+    if count == 1:
+        return ((_cast(query_ids), _cast(key_ids)),)
+    if is_host(query_ids) and is_host(key_ids):
+        return (_ranks(query_ids, key_ids),)
+    return tuple((_part(query_ids, i), _part(key_ids, i)) for i in reversed(range(count)))
+
+
+def _parts(ids: Any) -> int:
+    """The number of parts needed for every id: by value on the host, else by dtype."""
+    largest = int(ids.max(initial=0)) if is_host(ids) else int(jnp.iinfo(ids.dtype).max)
+    return max(1, -(-largest.bit_length() // _PART_BITS))
+
+
+def _cast(ids: Any) -> Any:
+    if is_host(ids) and np.issubdtype(ids.dtype, np.signedinteger):
+        ids = np.maximum(ids, -1)  # a large negative id could wrap to a valid one
+    return ids.astype(np.int32)
+
+
+def _ranks(query_ids: np.ndarray, key_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    # NumPy would promote int64 and uint64 together to float64.
+    joined = np.concatenate(
+        [np.maximum(ids, 0).astype(np.uint64).ravel() for ids in (query_ids, key_ids)]
+    )
+    ranks = np.unique(joined, return_inverse=True)[1].astype(np.int32).ravel()
+    of_query, of_key = np.split(ranks, [query_ids.size])
+    return (
+        np.where(query_ids < 0, np.int32(-1), of_query.reshape(query_ids.shape)),
+        np.where(key_ids < 0, np.int32(-1), of_key.reshape(key_ids.shape)),
+    )
+
+
+def _part(ids: Any, index: int) -> Any:
+    """31 bits of each id, counted from the lowest part; -1 for negative ids."""
+    if is_host(ids):
+        part = ids.astype(np.uint64) >> np.uint64(_PART_BITS * index)
+        part = (part & np.uint64(2**_PART_BITS - 1)).astype(np.int32)
+        return np.where(ids < 0, np.int32(-1), part)
+    bits = jnp.iinfo(ids.dtype).bits
+    if bits < 32:
+        ids = ids.astype(jnp.int32)
+    if _PART_BITS * index >= bits:
+        part = jnp.zeros_like(ids, jnp.int32)
+    else:
+        part = ((ids >> (_PART_BITS * index)) & (2**_PART_BITS - 1)).astype(jnp.int32)
+    return jnp.where(ids < 0, -1, part)

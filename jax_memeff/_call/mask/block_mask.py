@@ -4,14 +4,17 @@ Segment ids are compared by the range of ids in a tile, windows by the corners o
 array is read once. A mask function is evaluated on the bounds (``bounds.py``) of parts of a tile,
 which are single elements if there are few scores. No array of the size of the scores is stored, and
 no loop waits for the device: on a GPU a loop whose end depends on its data costs 0.2 ms.
+
+``Mask.blocks`` stores the block mask of a call (:func:`with_blocks`) for others to reuse.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +22,20 @@ import numpy as np
 from jax import lax
 
 from jax_memeff._call import values
-from jax_memeff._call.mask.ranges import Range, bounds
-from jax_memeff._call.mask.ranges.bounds import Captured
-from jax_memeff._call.offsets import Position
+from jax_memeff._call.mask import bounds, expression
+from jax_memeff._call.mask.bounds import Captured
+from jax_memeff._call.mask.conditions import AnyMask, Conditions
+from jax_memeff._call.mask.ranges import Range
+from jax_memeff._call.offsets import Offsets, Position
 from jax_memeff.codegen.functions.program import Program
-
-if TYPE_CHECKING:
-    from jax_memeff._call.mask.mask import Mask
 
 NONE, ALL, SOME = 0, 1, 2
 """Whether none, all or some elements of a tile are valid. SOME is always safe."""
+
+BLOCK = 64
+"""Rows and columns of a tile of the block mask that ``Mask.blocks`` stores for many calls. The tile
+sizes of most kernels are multiples of it, or else 16 or 32; :func:`of_tiles` converts to all of
+them."""
 
 _MOST_EVALUATIONS = 2**22
 """A mask function is evaluated on at most this many parts of tiles, which takes a few microseconds
@@ -126,7 +133,7 @@ def _any_bits(bits: jax.Array, axis: int, tile: int) -> jax.Array:
     return lax.reduce(tiles, np.uint8(0), lax.bitwise_or, (axis + 1,))
 
 
-def of_windows(mask: Mask, position: Position | None, tiling: Tiling) -> list[jax.Array]:
+def of_windows(mask: Conditions, position: Position | None, tiling: Tiling) -> list[jax.Array]:
     """[B or 1, 1, query tiles, key tiles] for each traced window of a mask."""
     first_row, first_column = (
         jnp.arange(count, dtype=jnp.int32) * own
@@ -243,3 +250,109 @@ def _part(tile: tuple[int, int], most: int) -> tuple[int, int]:
 
 def _divided(size: int) -> int:
     return size // 2 if size % 2 == 0 else 1
+
+
+def with_blocks(
+    mask: AnyMask, scores_shape: tuple[int, int, int, int], offsets: Offsets | None
+) -> AnyMask:
+    """The mask of a call of (B, N, T, S) with its block mask.
+
+    Static windows and lengths remain conditions of their own. One function combines
+    ``Mask.function``, lists of blocks, traced windows, ``|`` and ``~``.
+    """
+    batch, _, rows, columns = scores_shape
+    values.require_static_sequences(scores=(rows, columns))
+    canonical = mask.canonical(batch, rows, columns)
+    frame = expression.Frame.of(canonical, (rows, columns), offsets)
+    if canonical.traced_windows:
+        # They become part of the function, so that lengths that `&` adds later do not shift them.
+        negated = type(mask)(excluded=(type(mask)(traced_windows=canonical.traced_windows),))
+        others = dataclasses.replace(canonical, traced_windows=())
+        canonical = dataclasses.replace(others, excluded=(*others.excluded, negated))
+    canonical = expression.compiled(canonical, frame)
+    tiling = Tiling((rows, columns), (BLOCK, BLOCK))
+    levels = of_mask(canonical, scores_shape, offsets, tiling)
+    if levels is None:
+        return mask
+    levels = jnp.broadcast_to(levels, (*levels.shape[:2], *tiling.counts))
+    return dataclasses.replace(
+        canonical,
+        query_lengths=mask.query_lengths,
+        key_lengths=mask.key_lengths,
+        more_lengths=mask.more_lengths,
+        captured=tuple(x[0] for x in canonical.captured),
+        block_masks=(levels,),
+        beyond_block_masks=False,
+    )
+
+
+def of_mask(
+    mask: Conditions,
+    scores_shape: tuple[int, int, int, int],
+    offsets: Offsets | None,
+    tiling: Tiling,
+) -> jax.Array | None:
+    """The block mask of the arrays, functions and traced windows of a mask.
+
+    Args:
+        mask: canonical, with at most one function; static windows and lengths do not count.
+        scores_shape: (B, N, T, S).
+        offsets: those of the call.
+        tiling: the tiles.
+
+    Returns:
+        uint8 [B or 1, N or 1, query tiles or 1, key tiles or 1], or None if there are no such
+        conditions.
+    """
+    position = None if offsets is None else offsets.position()
+    found = [of_ids(*pair, tiling) for pair in mask.segment_ids]
+    found += [of_booleans(array, tiling) for array in mask.booleans]
+    found += [_of_function(mask, scores_shape, offsets, tiling) for _ in mask.functions]
+    found += of_windows(mask, position, tiling)
+    return conjunction(found) if found else None
+
+
+def _of_function(
+    mask: Conditions,
+    scores_shape: tuple[int, int, int, int],
+    offsets: Offsets | None,
+    tiling: Tiling,
+) -> jax.Array:
+    offsets = Offsets() if offsets is None else offsets
+    depends = mask.functions[0].dependence(mask.functions[0].results[0])
+    per_batch = "batch" in depends or any(x.ndim > 0 for x in offsets.position())
+    firsts = [x.reshape(-1) for x in offsets.position()]
+    batch, head = (
+        jnp.asarray(first).astype(jnp.int32) + lax.iota(jnp.int32, size if is_read else 1)
+        for first, size, is_read in (
+            (offsets.batch, scores_shape[0], per_batch),
+            (offsets.head, scores_shape[1], "head" in depends),
+        )
+    )
+    captured = [Captured(x, None) for x in mask.captured]
+    indices = Indices(batch, head, *firsts)
+    return of_function(mask.functions[0], indices, captured, tiling)
+
+
+def of_tiles(levels: jax.Array, tiling: Tiling) -> jax.Array:
+    """The block mask for other tiles, from the levels of the blocks that each tile touches.
+
+    >>> blocks = jnp.array([[[[NONE, NONE, NONE, ALL, ALL]]]])
+    >>> of_tiles(blocks, Tiling((64, 300), (64, 128)))[0, 0].tolist()
+    [[0, 2, 1]]
+    >>> of_tiles(blocks, Tiling((64, 300), (32, 96)))[0, 0].tolist()
+    [[0, 0, 1, 1], [0, 0, 1, 1]]
+    """
+    valid, invalid = np.uint8(1), np.uint8(2)
+    bits = jnp.where(levels == NONE, invalid, jnp.where(levels == ALL, valid, valid | invalid))
+    for axis, (size, tile, count) in enumerate(
+        zip(tiling.sizes, tiling.tile, tiling.counts, strict=True), 2
+    ):
+        first = np.arange(count) * tile // BLOCK
+        last = (np.minimum(np.arange(1, count + 1) * tile, size) - 1) // BLOCK
+        touched = jnp.take(bits, first, axis)
+        for offset in range(1, int(np.max(last - first, initial=0)) + 1):
+            touched |= jnp.take(bits, np.minimum(first + offset, last), axis)
+        bits = touched
+    some = jnp.where((bits & invalid) > 0, SOME, ALL)
+    return jnp.where((bits & valid) > 0, some, NONE).astype(jnp.uint8)

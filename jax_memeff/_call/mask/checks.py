@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax import dtypes
 
 from jax_memeff._call import values
-from jax_memeff._call.mask.computed_blocks import BLOCK
+from jax_memeff._call.mask.block_mask import BLOCK
+from jax_memeff._call.mask.conditions import AnyMask, Conditions
 from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
 from jax_memeff._call.mask.window import TracedWindow
 
-if TYPE_CHECKING:
-    from jax_memeff._call.mask.mask import Mask
-
-Scores = tuple[int, int, int, int]
+ScoresShape = tuple[int, int, int, int]
 """B, N, T and S of a call."""
 
 
 def of_mask(
-    mask: Mask, scores: Scores, tokens: tuple[int, int] | None = None, *, clamps: bool = False
-) -> Mask:
+    mask: AnyMask,
+    scores_shape: ScoresShape,
+    tokens: tuple[int, int] | None = None,
+    *,
+    clamps: bool = False,
+) -> AnyMask:
     """The mask with lengths in arrays, each of its arrays checked against the scores.
 
     Args:
         mask: not canonical, or canonical.
-        scores: those of the call.
+        scores_shape: those of the call.
         tokens: the numbers of query and key tokens if sequences are packed; each token has a
             segment id.
         clamps: whether lengths out of range are allowed, because they are clamped.
@@ -40,9 +42,11 @@ def of_mask(
     _fields(mask)
     mask = dataclasses.replace(
         mask,
-        excluded=tuple(of_mask(other, scores, tokens, clamps=clamps) for other in mask.excluded),
+        excluded=tuple(
+            of_mask(other, scores_shape, tokens, clamps=clamps) for other in mask.excluded
+        ),
     )
-    batch, _, rows, columns = scores
+    batch, _, rows, columns = scores_shape
     longest = {"query lengths": None, "key lengths": None}
     if not clamps:
         longest = {"query lengths": rows, "key lengths": columns}
@@ -62,14 +66,14 @@ def of_mask(
         _segment_ids("query segment ids", query_ids, batch, rows)
         _segment_ids("key segment ids", key_ids, batch, columns)
     for array in mask.booleans:
-        boolean(array, scores)
+        boolean(array, scores_shape)
     _captured(mask)
     for window in mask.traced_windows:
-        _traced_window(window, scores[0])
+        _traced_window(window, scores_shape[0])
     for lists in mask.block_lists:
-        _block_lists(lists, scores)
+        _block_lists(lists, scores_shape)
     for levels in mask.block_masks:
-        _block_mask(levels, scores)
+        _block_mask(levels, scores_shape)
     return mask
 
 
@@ -110,7 +114,7 @@ def _as_lengths(shape: tuple[int, ...], batch: int) -> str:
     return f"; reshape it to [{batch}]" if math.prod(shape) == batch else ""
 
 
-def boolean(value: Any, scores: Scores) -> Any:
+def boolean(value: Any, scores_shape: ScoresShape) -> Any:
     """A boolean array that broadcasts to the scores."""
     array = values.array("mask", value)
     if array.dtype != np.bool_:
@@ -118,13 +122,13 @@ def boolean(value: Any, scores: Scores) -> Any:
             f"mask must be a boolean array (True = attend) or a jax_memeff.Mask, got dtype "
             f"{array.dtype}; pass mask != 0, or an additive mask as bias"
         )
-    values.broadcasts_to_scores("mask", array, scores)
-    batch, heads = scores[:2]
+    values.broadcasts_to_scores("mask", array, scores_shape)
+    batch, heads = scores_shape[:2]
     # Left-padding means N, as for a bias, but masks of three dims are mostly [B, T, S].
     if array.ndim == 3 and array.shape[0] == batch == heads != 1:
         raise ValueError(
             f"mask must have four dims if the first of three may be B or N, which are both {heads} "
-            f"here, got shape {tuple(array.shape)} for [B, N, T, S] = {list(scores)}; pass "
+            f"here, got shape {tuple(array.shape)} for [B, N, T, S] = {list(scores_shape)}; pass "
             "mask[:, None] if it is B, mask[None] if it is N"
         )
     return array
@@ -138,7 +142,7 @@ def _segment_ids(name: str, value: Any, batch: int, length: int) -> None:
         )
 
 
-def _captured(mask: Mask) -> None:
+def _captured(mask: Conditions) -> None:
     """Check that the arrays of functions are those that were traced.
 
     Hazard: a kernel reads memory as the traced dtype. ``jax.tree.map`` over a mask can cast it.
@@ -174,9 +178,9 @@ def _traced_window(window: TracedWindow, batch: int) -> None:
             )
 
 
-def _block_mask(levels: Any, scores: Scores) -> None:
+def _block_mask(levels: Any, scores_shape: ScoresShape) -> None:
     """Check that a block mask was computed for the sizes of a call."""
-    batch, heads, *sizes = scores
+    batch, heads, *sizes = scores_shape
     expected = tuple(-(-size // BLOCK) for size in sizes)
     shape = tuple(levels.shape)
     if shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == expected:
@@ -194,9 +198,9 @@ def _or_1(size: int) -> str:
     return "1" if size == 1 else f"{size} or 1"
 
 
-def _block_lists(lists: KvBlocks | BlockTable, scores: Scores) -> None:
+def _block_lists(lists: KvBlocks | BlockTable, scores_shape: ScoresShape) -> None:
     """Check that lists of KV blocks have the batch, the heads and the Q blocks of a call."""
-    batch, heads, rows, _ = scores
+    batch, heads, rows, _ = scores_shape
     if isinstance(lists, KvBlocks):
         lists = KvBlocks.of(lists.indices, lists.counts, lists.block_size)
     own = lists.shape if isinstance(lists, KvBlocks) else lists.listed.shape
@@ -212,7 +216,7 @@ def _block_lists(lists: KvBlocks | BlockTable, scores: Scores) -> None:
     )
 
 
-def _fields(mask: Mask) -> None:
+def _fields(mask: Conditions) -> None:
     """Check that the fields of a mask could come from its constructors."""
 
     def expect(name: str, is_right: bool, expected: str, remedy: str) -> None:

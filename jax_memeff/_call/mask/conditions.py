@@ -1,26 +1,27 @@
-"""The conditions of a mask, without the ways to make and combine them."""
+"""The conditions of a mask, and their canonical form, without the ways to make and combine them."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Self
+import functools
+from collections.abc import Sequence
+from typing import Any, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 
+from jax_memeff._call import values
+from jax_memeff._call.mask import arguments
 from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
 from jax_memeff._call.mask.window import TracedWindow, Window
-from jax_memeff._call.values import HoldsArrays
 from jax_memeff.codegen.functions.program import Program
-
-if TYPE_CHECKING:
-    from jax_memeff._call.mask.mask import Mask
 
 Lengths = tuple[jax.Array | None, jax.Array | None]
 """The lengths of queries and of keys, each [B]."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Conditions(HoldsArrays):
+class Conditions(values.HoldsArrays):
     """The fields of a :class:`jax_memeff.Mask`. An element is valid if all conditions hold."""
 
     top_left: Window | None = dataclasses.field(default=None, metadata={"static": True})
@@ -41,7 +42,7 @@ class Conditions(HoldsArrays):
     """Functions of (batch, head, row, column) that must hold."""
     captured: tuple[jax.Array, ...] = ()
     """The arrays that the functions read, grouped by function in the same order."""
-    excluded: tuple[Mask, ...] = ()
+    excluded: tuple[Conditions, ...] = ()
     """Masks of which no element may be valid: ``~a`` excludes a, and ``a | b`` excludes a mask that
     excludes both."""
     traced_windows: tuple[TracedWindow, ...] = ()
@@ -121,3 +122,51 @@ class Conditions(HoldsArrays):
     def _is_beyond_block_masks(self) -> bool:
         kinds = {"segments", "boolean"} & self.kinds() or self.has_function()
         return self.beyond_block_masks or (bool(kinds) and not self.block_masks)
+
+    def canonical(self, B: int, T: int, S: int, tokens: tuple[int, int] | None = None) -> Self:
+        """The same conditions in the canonical form that internal code reads.
+
+        Lengths become int32[B] clamped to [0, T] and [0, S], at most one of queries and one of
+        keys; segment ids become int32[B, T] and int32[B, S]; boolean arrays get rank 4; lists of
+        blocks become tables. :func:`expression.compiled` turns tables and the results of ``|`` and
+        ``~`` into one function.
+
+        Args:
+            tokens: of query and of key, if sequences are packed: segment ids are then [1, tokens].
+        """
+        batch, rows, columns = (B, T, S) if tokens is None else (1, *tokens)
+        query_lengths, key_lengths = self.all_lengths()
+        pairs = [pair for ids in self.segment_ids for pair in arguments.segment_ids(*ids)]
+        return dataclasses.replace(
+            self,
+            query_lengths=_smallest(query_lengths, B, T),
+            key_lengths=_smallest(key_lengths, B, S),
+            segment_ids=tuple(
+                (_broadcast(query_ids, batch, rows), _broadcast(key_ids, batch, columns))
+                for query_ids, key_ids in pairs
+            ),
+            booleans=tuple(
+                jnp.asarray(x).reshape((1,) * (4 - x.ndim) + x.shape) for x in self.booleans
+            ),
+            more_lengths=(),
+            excluded=tuple(other.canonical(B, T, S, tokens) for other in self.excluded),
+            block_lists=tuple(
+                x.table(S) if isinstance(x, KvBlocks) else x for x in self.block_lists
+            ),
+        )
+
+
+AnyMask = TypeVar("AnyMask", bound=Conditions)
+
+
+def _smallest(lengths: Sequence[jax.Array], batch: int, size: int) -> jax.Array | None:
+    """The minimum of several lengths, int32[B] in [0, size]."""
+    if not lengths:
+        return None
+    clamped = (_broadcast(values.clipped(x, 0, size), batch) for x in lengths)
+    return functools.reduce(jnp.minimum, clamped)
+
+
+def _broadcast(x: Any, *shape: int) -> jax.Array:
+    """A device array of this shape."""
+    return jnp.broadcast_to(jnp.asarray(x), shape)

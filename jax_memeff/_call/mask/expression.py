@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jax_memeff._call.mask.conditions import AnyMask, Conditions
 from jax_memeff._call.mask.kv_blocks import BlockTable
 from jax_memeff._call.offsets import Index, Offsets, Position
 from jax_memeff._functions.evaluate import evaluate
 from jax_memeff._functions.trace import traced_mask_function
-
-if TYPE_CHECKING:
-    from jax_memeff._call.mask.mask import Mask
 
 
 class Element(NamedTuple):
@@ -51,7 +49,7 @@ class Frame(NamedTuple):
     key_starts: jax.Array | None = None
 
     @classmethod
-    def of(cls, mask: Mask, sizes: tuple[int, int], offsets: Offsets | None = None) -> Frame:
+    def of(cls, mask: Conditions, sizes: tuple[int, int], offsets: Offsets | None = None) -> Frame:
         """The frame of a call with sizes (T, S), this canonical mask and these offsets."""
         queries, keys = (
             size if own is None else own
@@ -71,7 +69,7 @@ class Frame(NamedTuple):
         return Element(batch, element.head - _int32(self.head), row, column)
 
 
-def compiled(mask: Mask, frame: Frame) -> Mask:
+def compiled(mask: AnyMask, frame: Frame) -> AnyMask:
     """A canonical mask with no ``~`` and at most one function, whose arrays are ``[1, ...]``.
 
     Args:
@@ -101,7 +99,7 @@ def compiled(mask: Mask, frame: Frame) -> Mask:
     )
 
 
-def with_rows_from(mask: Mask, first: jax.Array, B: int, T: int, S: int) -> Mask:
+def with_rows_from(mask: AnyMask, first: jax.Array, B: int, T: int, S: int) -> AnyMask:
     """The same mask, with row 0 of its functions and of windows under ``~`` at row ``first``.
 
     As in a cache, the last row is then at the position of the last column.
@@ -125,7 +123,7 @@ def with_rows_from(mask: Mask, first: jax.Array, B: int, T: int, S: int) -> Mask
     return dataclasses.replace(mask, functions=(program,), captured=captured, excluded=())
 
 
-def holds(mask: Mask, element: Element, frame: Frame) -> jax.Array:
+def holds(mask: Conditions, element: Element, frame: Frame) -> jax.Array:
     """Whether one element is valid, bool[]."""
     place = frame.local(element)
     conditions = [jnp.bool_(True), *_windows(mask, element, place, frame)]
@@ -155,7 +153,7 @@ def holds(mask: Mask, element: Element, frame: Frame) -> jax.Array:
     return valid
 
 
-def _windows(mask: Mask, element: Element, place: Element, frame: Frame) -> list[jax.Array]:
+def _windows(mask: Conditions, element: Element, place: Element, frame: Frame) -> list[jax.Array]:
     """Windows count from global positions; the lengths of a bottom-right one are local."""
     found = []
     windows: list[tuple[Any, str]] = [

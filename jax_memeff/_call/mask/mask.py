@@ -5,20 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jax_memeff._call.mask import arguments, canonical, checks, computed_blocks, segment_ids
+from jax_memeff._call import values
+from jax_memeff._call.mask import arguments, block_mask, checks, tiles
 from jax_memeff._call.mask.conditions import Conditions
+from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.mask.kv_blocks import KvBlocks
-from jax_memeff._call.mask.pictures.picture import Picture
-from jax_memeff._call.mask.pictures.picture import of_mask as picture_of_mask
-from jax_memeff._call.mask.window import Alignment, Bound, TracedWindow, Window
+from jax_memeff._call.mask.pictures import Picture
+from jax_memeff._call.mask.pictures import of_mask as picture_of_mask
+from jax_memeff._call.mask.window import Alignment, Bound, TracedWindow, Window, intersection
 from jax_memeff._call.offsets import Offsets, Position, checked
 from jax_memeff._call.values import methods_take_objects
+from jax_memeff._functions.evaluate import evaluate
 from jax_memeff._functions.trace import traced_mask_function
 
 
@@ -134,7 +138,7 @@ class Mask(Conditions):
                [1, 0, 0]], dtype=int32)
         """
         return Mask(
-            segment_ids=segment_ids.as_int32(
+            segment_ids=arguments.segment_ids(
                 arguments.integers("query segment ids", query_ids, (1, 2)),
                 arguments.integers("key segment ids", key_ids, (1, 2)),
             )
@@ -225,7 +229,7 @@ class Mask(Conditions):
     def __invert__(self) -> Mask:
         """Valid where this mask is not, within the lengths of what it is combined with."""
         if len(self.excluded) == 1 and not dataclasses.replace(self, excluded=()).kinds():
-            return self.excluded[0]
+            return cast("Mask", self.excluded[0])
         return Mask(excluded=(self.without_block_masks(),))
 
     def __or__(self, other: Mask) -> Mask:
@@ -242,8 +246,8 @@ class Mask(Conditions):
         lengths = itertools.zip_longest(ours[0] + theirs[0], ours[1] + theirs[1])
         (query_lengths, key_lengths), *more = list(lengths) or [(None, None)]
         return Mask(
-            top_left=arguments.both(self.top_left, other.top_left),
-            bottom_right=arguments.both(self.bottom_right, other.bottom_right),
+            top_left=intersection(self.top_left, other.top_left),
+            bottom_right=intersection(self.bottom_right, other.bottom_right),
             query_lengths=query_lengths,
             key_lengths=key_lengths,
             segment_ids=self.segment_ids + other.segment_ids,
@@ -300,10 +304,9 @@ class Mask(Conditions):
                [0, 2, 1, 2],
                [0, 2, 2, 2]], dtype=uint8)
         """
-        scores = arguments.scores(query, key)
-        mask = checks.of_mask(self.without_block_masks(), scores)
-        place = checked(offsets, *scores[:2])
-        return computed_blocks.with_blocks(mask, scores, place)
+        shape = arguments.scores_shape(query, key)
+        mask = checks.of_mask(self.without_block_masks(), shape)
+        return block_mask.with_blocks(mask, shape, checked(offsets, *shape[:2]))
 
     def picture(
         self,
@@ -371,19 +374,6 @@ class Mask(Conditions):
         """
         return self.picture(T, S, **options).plot(axes)
 
-    def canonical(self, B: int, T: int, S: int, tokens: tuple[int, int] | None = None) -> Mask:
-        """The same mask in the canonical form that internal code reads.
-
-        Lengths become int32[B] clamped to [0, T] and [0, S], at most one of queries and one of
-        keys; segment ids become int32[B, T] and int32[B, S]; boolean arrays get rank 4; lists of
-        blocks become tables. :func:`expression.compiled` turns tables and the results of ``|`` and
-        ``~`` into one function.
-
-        Args:
-            tokens: of query and of key, if sequences are packed: segment ids are then [1, tokens].
-        """
-        return canonical.canonical(self, B, T, S, tokens)
-
     def as_array(
         self, B: int, N: int, T: int, S: int, position: Position | None = None
     ) -> jax.Array:
@@ -397,4 +387,24 @@ class Mask(Conditions):
             TypeError: a size is not a Python integer, or ``position`` is something else.
             ValueError: a size is negative, or an array of the mask does not have these sizes.
         """
-        return canonical.as_array(self, B, N, T, S, position)
+        B, N, T, S = (
+            values.size(name, value) for name, value in zip("BNTS", (B, N, T, S), strict=True)
+        )
+        if not isinstance(position, Position | None):
+            raise TypeError(
+                "position must be None or the result of Offsets(...).position(), got "
+                f"{position!r:.80}"
+            )
+        mask = checks.of_mask(self, (B, N, T, S), clamps=True).canonical(B, T, S)
+        mask = compiled(mask, Frame.of(mask, (T, S))._replace(position=position))
+        valid = tiles.valid_elements(mask, (T, S), (0, 0), (T, S), position)
+        valid = jnp.broadcast_to(True if valid is None else valid, (B, N, T, S))
+        for program in mask.functions:
+            batch, head, row, column = jnp.ix_(*(jnp.arange(size) for size in (B, N, T, S)))
+            if position is not None:
+                row = row + position.query.reshape(-1, 1, 1, 1)
+                column = column + position.key.reshape(-1, 1, 1, 1)
+            arrays = tuple(x[0] for x in mask.captured)
+            b, h, q, k = (x.astype(jnp.int32) for x in (batch, head, row, column))
+            valid &= evaluate(program, None, b, h, q, k, arrays)
+        return valid

@@ -6,21 +6,19 @@ from global positions (``Position``); lengths, segment ids and boolean arrays fr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_memeff._call.mask.conditions import Conditions
 from jax_memeff._call.mask.window import TracedWindow, Window
 from jax_memeff._call.offsets import Position
 
-if TYPE_CHECKING:
-    from jax_memeff._call.mask.mask import Mask
-
 
 def valid_elements(
-    mask: Mask,
+    mask: Conditions,
     sizes: tuple[int, int],
     start: tuple[int | jax.Array, int | jax.Array],
     shape: tuple[int, int],
@@ -64,7 +62,7 @@ def valid_elements(
 
 
 def reached_columns(
-    mask: Mask,
+    mask: Conditions,
     sizes: tuple[int, int],
     start: tuple[int | jax.Array, int | jax.Array],
     columns: int,
@@ -88,7 +86,7 @@ def reached_columns(
 
 
 def may_attend(
-    mask: Mask,
+    mask: Conditions,
     sizes: tuple[int, int],
     start: tuple[int | jax.Array, int | jax.Array],
     shape: tuple[int, int],
@@ -131,7 +129,7 @@ def may_attend(
 
 
 def _windows(
-    mask: Mask, sizes: tuple[int, int], position: Position | None
+    mask: Conditions, sizes: tuple[int, int], position: Position | None
 ) -> list[tuple[Window | TracedWindow, jax.Array]]:
     """The windows, each with the local ``col - row`` of its diagonal, int32[1|B, 1, 1, 1].
 

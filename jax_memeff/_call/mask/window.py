@@ -90,3 +90,10 @@ def _traced(name: str, bound: Any) -> jax.Array | None:
     if array.ndim:
         raise ValueError(f"window {name} must be one integer, got an array of shape {array.shape}")
     return jnp.asarray(values.clipped(array, -_MOST_TRACED, _MOST_TRACED))
+
+
+def intersection(a: Window | None, b: Window | None) -> Window | None:
+    """The columns in both windows; None means all columns."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b

@@ -29,12 +29,12 @@ VARLEN_CASES = {
     "batch_dim": (
         {"query": zeros(1, T, N, H)},
         ValueError,
-        r"query \[total_q, N, H\] must have rank 3.*got shape \(1, 5, 4, 8\)",
+        r"query must have shape \[total_q, N, H\], because.*got shape \(1, 5, 4, 8\)",
     ),
     "value_tokens": (
         {"value": zeros(6, K, H)},
         ValueError,
-        "value must have the sequence length of key, 7, got 6",
+        "value must have the number of tokens of key, 7, got 6",
     ),
     "float_cu_seqlens": (
         {"cu_seqlens_q": zeros(3)},
@@ -54,7 +54,7 @@ VARLEN_CASES = {
     "cu_seqlens_differ": (
         {"cu_seqlens_k": jnp.array([0, 4, 5, 7])},
         ValueError,
-        "cu_seqlens_k must have the length of cu_seqlens_q, 3, got 4",
+        r"cu_seqlens_k must have shape \[B \+ 1\] = \[3\], the length of.*, got shape \(4,",
     ),
     "decreasing": (
         {"cu_seqlens_q": [0, 3, 2]},

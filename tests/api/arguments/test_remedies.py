@@ -148,7 +148,7 @@ CASES = {
     "query_of_rank_5": (
         {"query": zeros(1, B, T, N, H)},
         ValueError,
-        r"query must have rank 4 .* got shape \(1, 2, 5, 4, 8\); merge its leading dims with "
+        r"query must have shape .* got shape \(1, 2, 5, 4, 8\); merge its leading dims with "
         r"query.reshape, or map over them with jax.vmap$",
     ),
     "bias_of_rank_5": (
@@ -210,7 +210,7 @@ def test_a_remedy(name):
 
 def test_padded_tokens():
     x, starts = zeros(B, T, N, H), np.array([0, T])
-    message = r"query \[total_q, N, H\] must have rank 3.*; padded sequences need dot_product_atten"
+    message = r"query must have shape \[total_q, N, H\].*; padded sequences need dot_product_atten"
     with pytest.raises(ValueError, match=message):
         jax_memeff.varlen_attention(x, x, x, starts, starts, T, T)
 

@@ -13,7 +13,7 @@ import pytest
 import jax_memeff
 from jax_memeff import Mask, Offsets
 from jax_memeff._call.mask import tiles
-from jax_memeff._call.mask.segment_ids import as_int32
+from jax_memeff._call.mask.arguments import segment_ids
 from jax_memeff._call.offsets import MOST_POSITION
 
 IDS = {
@@ -65,9 +65,9 @@ def test_large_ids_survive_the_way_into_jit():
 
 
 def test_ids_that_fit_cost_one_pair_and_skip_what_they_did():
-    assert len(as_int32(np.array([2**40]), np.array([3]))) == 1
-    assert len(as_int32(np.array([3], np.int64), jnp.array([3]))) == 1
-    assert len(as_int32(jnp.array([3], "uint16"), jnp.array([3], "int8"))) == 1
+    assert len(segment_ids(np.array([2**40]), np.array([3]))) == 1
+    assert len(segment_ids(np.array([3], np.int64), jnp.array([3]))) == 1
+    assert len(segment_ids(jnp.array([3], "uint16"), jnp.array([3], "int8"))) == 1
     ids = np.repeat(np.arange(4) * 2**40, 4)
     mask = Mask.segments(ids, ids).canonical(1, 16, 16)
     for row, col in itertools.product(range(0, 16, 4), repeat=2):

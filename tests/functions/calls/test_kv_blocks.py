@@ -18,8 +18,8 @@ from jaxprs import primitives_of
 import jax_memeff
 from jax_memeff import Mask, Offsets, dot_product_attention
 from jax_memeff._call.mask import block_mask
+from jax_memeff._call.mask.bounds import Captured
 from jax_memeff._call.mask.expression import Frame, compiled
-from jax_memeff._call.mask.ranges.bounds import Captured
 from jax_memeff.codegen import strategy
 
 B, T, S, N, K, H = 2, 40, 56, 4, 2, 8

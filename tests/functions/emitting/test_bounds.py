@@ -14,8 +14,8 @@ from random_programs import captured_arrays, dims_of, programs
 
 from jax_memeff._call.mask import block_mask
 from jax_memeff._call.mask.block_mask import ALL, NONE, SOME, Indices, Tiling
+from jax_memeff._call.mask.bounds import Captured, evaluate, of_values
 from jax_memeff._call.mask.ranges import Range
-from jax_memeff._call.mask.ranges.bounds import Captured, evaluate, of_values
 from jax_memeff._functions.trace import traced_mask_function
 
 COUNT = int(os.environ.get("JAX_MEMEFF_PROGRAMS", "48"))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_memeff._call.mask.bounds import Captured, evaluate
 from jax_memeff._call.mask.ranges import Range, applied
-from jax_memeff._call.mask.ranges.bounds import Captured, evaluate
 from jax_memeff._functions.trace import traced_mask_function
 from jax_memeff.codegen.functions.program import Value
 

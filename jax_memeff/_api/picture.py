@@ -14,13 +14,13 @@ from jax.typing import ArrayLike
 from jax_memeff._api import attention as api
 from jax_memeff._blockwise.functions import is_masked
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.mask.pictures.picture import Picture, elements, of_canonical
+from jax_memeff._call.mask.pictures import Picture, elements, of_canonical
 from jax_memeff._call.offsets import Offsets
-from jax_memeff._call.operands.arrays import Operands
+from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import static_integer, takes_objects
 from jax_memeff._cuda import selection
-from jax_memeff._cuda.problem import Call
+from jax_memeff._cuda.problem import KernelCall
 from jax_memeff._functions.evaluate import evaluate
 
 _TILE = 128, 128
@@ -83,12 +83,14 @@ def picture(
                 "outside jax.jit, jax.grad and jax.vmap"
             )
     operands, options, _ = api.prepare(query, key, value, bias, mask, **arguments)
-    if 0 in operands.scores:
+    if 0 in operands.scores_shape:
         raise ValueError(
             "a picture needs at least one batch index, head, row and column, got scores "
-            f"[B, N, T, S] = {list(operands.scores)}"
+            f"[B, N, T, S] = {list(operands.scores_shape)}"
         )
-    for name, index, size in zip(("batch", "head"), (batch, head), operands.scores, strict=False):
+    for name, index, size in zip(
+        ("batch", "head"), (batch, head), operands.scores_shape, strict=False
+    ):
         static_integer(name, index, "a Python integer", "draw it outside of jax.jit")
         if not 0 <= index < size:
             raise ValueError(f"{name} must be in [0, {size}), got {index}")
@@ -96,7 +98,7 @@ def picture(
     if not isinstance(arch, str | None):
         raise TypeError(f"arch must be a name such as 'sm_90a', or None, got {arch!r:.80}")
     if arch is not None:
-        spec = selection.on_architecture(Call(operands, options, None), arch)
+        spec = selection.on_architecture(KernelCall(operands, options, None), arch)
         tile, title = (spec.tile.query, spec.tile.key), spec.name
     offsets = arguments.get("offsets")
     offsets = Offsets() if offsets is None else offsets
@@ -104,7 +106,7 @@ def picture(
         dataclasses.replace(
             operands.mask, captured=tuple(x[0] for x in operands.mask.captured)
         ).without_block_masks(),
-        operands.scores,
+        operands.scores_shape,
         tile,
         batch=batch,
         head=head,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,13 +17,21 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jax_memeff._call import divisors
-from jax_memeff._call.operands.arrays import Operands, QkvPackedOperands, batch_of
-from jax_memeff._call.operands.table import NO_BUFFER, Item, in_table_order
+from jax_memeff._call.operands import (
+    NO_BUFFER,
+    Item,
+    Operands,
+    QkvPackedOperands,
+    batch_of,
+    in_table_order,
+)
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import block_mask as block_masks
-from jax_memeff._cuda import functions, traced_windows, workspaces
-from jax_memeff.codegen.launch import BlockMask
+from jax_memeff._cuda import functions
+from jax_memeff._cuda.problem import sizes_of
+from jax_memeff.codegen.launch import BlockMask, Workspace
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.strategy import MULTIPROCESSORS
 
 ROW_STATISTICS = (1, 2, 0)
 """The layout of logsumexps, minor to major: [B, T, N] for users and [B, N, T] in memory."""
@@ -59,7 +68,7 @@ def of_operands(
     has_functions = getattr(avals, "functions", None) is not None
     unread = functions.unread_indices(separate(avals), options) if has_functions else set()
     buffers = []
-    bounds = traced_windows.buffer_names(avals.mask)
+    bounds = functions.window_buffers(avals.mask)
     for name, group in itertools.groupby(pairs, key=lambda pair: buffer_name(pair[0], bounds)):
         types, arrays = zip(*((aval.array, value.array) for aval, value in group), strict=True)
         if name == NO_BUFFER:
@@ -120,12 +129,14 @@ def of_block_masks(
 
     def lines(*values: Any, tile: BlockMask) -> jax.Array:
         mask, functions, position, sequences = jax.tree.unflatten(structure, values)
-        return block_masks.lines(mask, functions, position, tile, avals.scores, shared, sequences)
+        return block_masks.lines(
+            mask, functions, position, tile, avals.scores_shape, shared, sequences
+        )
 
     def buffer(tile: BlockMask) -> Buffer:
         mask, _, *others = parts(avals)
         if not jax.tree.leaves((mask, others)):
-            known = block_masks.constant_lines(mask, tile, avals.scores)
+            known = block_masks.constant_lines(mask, tile, avals.scores_shape)
             if known is not None:
                 return constant(ctx, tile.name, known)
         own = functools.partial(lines, tile=tile)
@@ -135,9 +146,22 @@ def of_block_masks(
 
 
 def of_workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:
-    """The memory that the kernels need besides operands and results."""
-    sizes = workspaces.sizes_of(avals, options.divisors)
-    return list(itertools.starmap(Buffer, workspaces.of_kernels(sizes, specs.values())))
+    """The memory that kernels need besides operands and results (ffi/include/memeff/params.h).
+
+    It is fixed before the device is known, and large enough for the kernel of every architecture.
+    """
+    sizes = sizes_of(avals, options.divisors)
+    largest: dict[str, Workspace] = {}
+    for spec in specs.values():
+        for workspace in spec.kernel.workspaces(spec, sizes, MULTIPROCESSORS):
+            other = largest.get(workspace.name, workspace)
+            shape = tuple(map(max, zip(workspace.shape, other.shape, strict=True)))
+            largest[workspace.name] = workspace._replace(shape=shape)
+    return [
+        Buffer(workspace.name, ShapedArray(workspace.shape, jnp.dtype(workspace.dtype)))
+        for workspace in largest.values()
+        if math.prod(workspace.shape)
+    ]
 
 
 def computed(

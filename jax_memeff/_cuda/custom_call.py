@@ -1,4 +1,4 @@
-"""The attributes of a custom call: every number that the host library needs, computed here.
+"""The custom call, and its attributes: every number that the host library needs, computed here.
 
 The host library reads them when a program is loaded, in the order in which they are written here
 (``Call::decode`` of ffi/src/call.cc). A checksum covers them all, so an accidental change is an
@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.interpreters import mlir
 
 from jax_memeff._call import divisors
-from jax_memeff._call.operands.arrays import Operands
-from jax_memeff._call.operands.gradients import captured_name
-from jax_memeff._call.operands.table import items
+from jax_memeff._call.gradients import captured_name
+from jax_memeff._call.operands import Operands, items
 from jax_memeff._call.options import Options
-from jax_memeff._cuda import traced_windows, workspaces
-from jax_memeff._cuda.custom_call import buffers
-from jax_memeff._cuda.custom_call.buffers import Buffer
-from jax_memeff._cuda.problem import Call, bias_alignment
+from jax_memeff._cuda import buffers, functions
+from jax_memeff._cuda.buffers import Buffer
+from jax_memeff._cuda.export import register_targets
+from jax_memeff._cuda.problem import KernelCall, bias_alignment, sizes_of
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import features
 from jax_memeff.codegen.problem import Direction
@@ -79,7 +80,7 @@ def of_call(
         UnsupportedError: if a size does not fit 32 bits.
     """
     sizes = _sizes(avals, options)
-    call = Call(avals, options, None)
+    call = KernelCall(avals, options, None)
     numbers = [word for own in features.FEATURES for word in own.number_values(call)]
     attributes = {
         "direction": direction,
@@ -101,13 +102,13 @@ def sealed(
     attributes: Mapping[str, Any], kernels: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The attributes with the kernel of each architecture, the version and the checksum."""
-    from jax_memeff import _ffi
+    from jax_memeff._ffi import checksum
 
     found = {**attributes, "kernels": {"archs": ",".join(kernels), **kernels}}
     return {
         **found,
         "version": np.int32(VERSION),
-        "checksum": np.int64(_ffi.checksum(_bytes(found))),
+        "checksum": np.int64(checksum(_bytes(found))),
     }
 
 
@@ -247,7 +248,7 @@ def of_kernel(
 
 def _sizes(avals: Operands, options: Options) -> Sizes:
     """The sizes of the call. Packed sequences have at least one query and key, to fill the gaps."""
-    sizes = workspaces.sizes_of(avals, options.divisors)
+    sizes = sizes_of(avals, options.divisors)
     return sizes.with_rows() if sizes.packed else sizes
 
 
@@ -278,8 +279,8 @@ def _in_32_bits(sizes: Sizes) -> np.ndarray:
 def _divisors(avals: Operands, options: Options) -> dict[str, int]:
     """The divisors of the buffers, by name; a buffer without an entry has 1."""
     own = options.divisors
-    _, boolean = divisors.combined(avals.mask, own, avals.scores[0])
-    bounds = traced_windows.buffer_names(avals.mask)
+    _, boolean = divisors.combined(avals.mask, own, avals.scores_shape[0])
+    bounds = functions.window_buffers(avals.mask)
     found = {buffers.buffer_name(item, bounds): own[item.name] for item in items(avals)}
     found |= {"boolean": boolean, "bias_gradient": own.of_gradient("bias") or 1}
     gradients = {
@@ -287,3 +288,33 @@ def _divisors(avals: Operands, options: Options) -> dict[str, int]:
         for index in range(len(avals.captured))
     }
     return found | gradients
+
+
+def custom_call(
+    ctx: mlir.LoweringRuleContext,
+    direction: Direction,
+    operands: list[Buffer],
+    results: list[Buffer],
+    *,
+    avals: Operands,
+    options: Options,
+    specs: dict[str, KernelSpec],
+    aliased: Mapping[int, int] | None = None,
+) -> Sequence[Any]:
+    """The custom call; ``aliased`` maps operands that are written in place to their results."""
+    register_targets()
+    lower = jax.ffi.ffi_lowering(
+        f"jax_memeff_{direction}",
+        operand_layouts=buffers.layouts(operands),
+        result_layouts=buffers.layouts(results),
+        operand_output_aliases=dict(aliased or {}),
+    )
+    context = ctx.replace(
+        avals_in=[buffer.aval for buffer in operands],
+        avals_out=[buffer.aval for buffer in results],
+    )
+    return lower(
+        context,
+        *(buffer.value for buffer in operands),
+        **of_call(direction, operands, results, avals, options, specs),
+    )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_memeff._api import argument_arrays
+from jax_memeff._api.arrays import require_float
 from jax_memeff._call import values
 from jax_memeff._call.values import score_dtype
 
@@ -105,7 +105,7 @@ def _checked(part: tuple[int, Any]) -> tuple[jax.Array, jax.Array]:
         jnp.asarray(values.array(f"parts[{index}]: {name}", x))
         for name, x in zip(("out", "lse"), pair, strict=True)
     )
-    argument_arrays.float_dtype(f"parts[{index}]: out", out)
+    require_float(f"parts[{index}]: out", out)
     if not out.ndim:
         raise ValueError(
             f"parts[{index}]: out must have shape [..., N, Hv], got shape (); pass the arrays of "

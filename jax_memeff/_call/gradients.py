@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jax_memeff._call.operands import table
-from jax_memeff._call.operands.arrays import QkvPackedOperands
-from jax_memeff._call.operands.table import Operand
+from jax_memeff._call.operands import OperandRow, QkvPackedOperands, row_of
 
 
 class NeedsGrad(NamedTuple):
@@ -93,7 +91,7 @@ def replaced(tree: Any, arrays: dict[str, Any]) -> Any:
     return tree._replace(captured=tuple(captured), **fields)
 
 
-def differentiable(operands: Any) -> dict[str, Operand]:
+def differentiable(operands: Any) -> dict[str, OperandRow]:
     """The operands that can have a gradient, present or not, in the order of the gradients.
 
     Captured arrays of integers are among them; their gradients are never needed.
@@ -102,8 +100,8 @@ def differentiable(operands: Any) -> dict[str, Operand]:
     for field in type(operands)._fields:
         if field == "captured":
             names = map(captured_name, range(len(operands.captured)))
-            found |= dict.fromkeys(names, table.row_of("captured.*"))
-        elif (row := table.row_of(field)) and row.has_gradient:
+            found |= dict.fromkeys(names, row_of("captured.*"))
+        elif (row := row_of(field)) and row.has_gradient:
             found[field] = row
     return found
 

@@ -1,1 +1,0 @@
-"""Functions that inspect a call without running it: ``check`` and ``picture``."""

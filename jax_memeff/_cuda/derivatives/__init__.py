@@ -1,1 +1,0 @@
-"""Lowering of derivatives that are computed in forward mode."""
