@@ -84,7 +84,7 @@ _TILES: Mapping[int, Sequence[Tile]] = {
             32,
             4,
             2,
-            "with dropout 249, a bias 262, a window of 128 118; 128x32 in one block 226, 231, 102",
+            "with a bias 262, a window of 128 118; 128x32 in one block 231, 102",
         ),
         Tile(64, 16, 4, 1, "with a bias 32 keys need 68 KB"),
     ),
