@@ -160,6 +160,10 @@ def test_ctrl_c_prints_what_was_found_and_ends_the_child(tmp_path):
     )
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        while line := process.stderr.readline():  # the log may be ahead of what the parent has read
+            if line.split() == [b"passed", GOOD.name.encode()]:
+                break
         launching = f'"launching", "case": "{BAD.name}"'
         wait_until(lambda: log.exists() and launching in log.read_text())
         child = json.loads(log.read_text().splitlines()[0])["pid"]
