@@ -46,14 +46,14 @@ def bias_bytes(spec: KernelSpec, rows: int, columns: int | None = None) -> int:
     return bias_rows(spec, rows) * ((columns or spec.tile.key) + 8) * bits // 8
 
 
-def merge_bytes(spec: KernelSpec, groups: int, rows: int) -> int:
-    """The bytes of maximum and sum of the ``rows`` of which each thread has elements, and of the
-    f32 outputs of all ``groups`` but one (codegen/memeff/collective/consumer_groups.cuh).
+def merge_bytes(threads: int, groups: int, lane_rows: int, query: int, value_dim: int) -> int:
+    """The bytes of maximum and sum of the ``lane_rows`` rows of which each thread has elements, and
+    of the f32 outputs of all ``groups`` but one, for ``query`` rows of ``value_dim`` columns
+    (codegen/memeff/collective/consumer_groups.cuh).
     """
     if groups == 1:
         return 0
-    outputs = (groups - 1) * spec.tile.query * spec.padded_value_dim * 4
-    return spec.computing_threads * STATISTICS_BYTES * rows + outputs
+    return threads * STATISTICS_BYTES * lane_rows + (groups - 1) * query * value_dim * 4
 
 
 def captured_sum_bytes(spec: KernelSpec, columns: Sum, warps: int, warp_columns: int) -> int:

@@ -5,6 +5,7 @@ global memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax_memeff.codegen import gpu, shared_memory
@@ -277,6 +278,18 @@ _TILES_F32_SM90: Mapping[int, Sequence[Tile]] = {
 }
 
 
+@functools.cache
+def _configured(own: Gpu, is_f32: bool, dim: int) -> Sequence[Tile]:
+    """Without asynchronous copies nothing is prefetched, so one query tile is enough."""
+    if own is gpu.SM90:
+        tiles = (_TILES_F32_SM90 if is_f32 else _TILES_SM90)[dim]
+    else:
+        tiles = (_TILES_F32 if is_f32 else _TILES)[dim]
+    if own.async_copies:
+        return tiles
+    return tuple(dataclasses.replace(tile, query_buffers=1) for tile in tiles)
+
+
 class FmhaBwdSm80(MmaBackward):
     """The mma.sync backward."""
 
@@ -284,16 +297,8 @@ class FmhaBwdSm80(MmaBackward):
     sums_function_gradients = True
     class_name = "FmhaBackwardSm80"
 
-    def configure(self, problem: Problem, own: Gpu, dim: int) -> Iterator[Tile]:
-        """Without asynchronous copies nothing is prefetched, so one query tile is enough."""
-        is_f32, has_most = problem.dtype in F32_DTYPES, own is gpu.SM90
-        if is_f32:
-            tiles = _TILES_F32_SM90 if has_most else _TILES_F32
-        else:
-            tiles = _TILES_SM90 if has_most else _TILES
-        for tile in tiles[dim]:
-            buffers = tile.query_buffers if own.async_copies else 1
-            yield dataclasses.replace(tile, query_buffers=buffers)
+    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
+        return _configured(own, problem.dtype in F32_DTYPES, max(padded))
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)

@@ -59,16 +59,16 @@ class MmaKernel(Kernel):
     """How many rows of a product a warp may own."""
 
     @abc.abstractmethod
-    def configure(self, problem: Problem, own: Gpu, dim: int) -> Iterable[MmaTile]:
-        """Tiles for a problem on a GPU, the fastest first; ``dim`` is the larger of the two padded
-        head dims. The first whose shared memory fits the GPU and whose registers suffice for the
+    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Iterable[MmaTile]:
+        """Tiles for a problem on a GPU, the fastest first, if query and value are padded to these
+        dims. The first whose shared memory fits the GPU and whose registers suffice for the
         features of the problem is chosen. They do not depend on sizes, which are run-time values.
         """
 
     def rows(self, problem: Problem) -> Iterator[Row]:
         own = gpu.of(problem.arch)
         for padded in self.dims:
-            for tile in self.configure(problem, own, max(padded)):
+            for tile in self.configure(problem, own, padded):
                 yield Row(*padded, tile)
 
     def threads(self, spec: KernelSpec) -> int:

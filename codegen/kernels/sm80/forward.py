@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax_memeff.codegen import gpu, shared_memory
@@ -122,6 +123,20 @@ _TILES_F32: Mapping[int, Sequence[Tile]] = {
 }
 
 
+@functools.cache
+def _configured(own: Gpu, is_f32: bool, dim: int) -> Sequence[Tile]:
+    """Each tile twice on an SM before any of them once. Alone, a CTA of 128 rows has eight warps,
+    which hide each other's waits.
+    """
+    tiles = (_TILES_F32 if is_f32 else _TILES)[dim]
+    alone = (
+        dataclasses.replace(tile, blocks_per_sm=1, warps=max(tile.warps, tile.query // 16))
+        for tile in tiles
+    )
+    first = (_SM80_256,) if own is gpu.SM80 and dim == 256 and not is_f32 else ()
+    return (*first, *(tile for tile in tiles if tile.blocks_per_sm == 2), *alone)
+
+
 class FmhaFwdSm80(MmaKernel):
     """The mma.sync forward."""
 
@@ -130,21 +145,8 @@ class FmhaFwdSm80(MmaKernel):
     class_name = "FmhaForwardSm80"
     reads_pages = True
 
-    def configure(self, problem: Problem, own: Gpu, dim: int) -> Iterator[Tile]:
-        """Each tile twice on an SM before any of them once. Alone, a CTA of 128 rows has eight
-        warps, which hide each other's waits.
-        """
-        if problem.dtype in F32_DTYPES:
-            tiles = _TILES_F32[dim]
-        else:
-            tiles = _TILES[dim]
-            if own is gpu.SM80 and dim == 256:
-                yield _SM80_256
-        yield from (tile for tile in tiles if tile.blocks_per_sm == 2)
-        for tile in tiles:
-            yield dataclasses.replace(
-                tile, blocks_per_sm=1, warps=max(tile.warps, tile.query // 16)
-            )
+    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
+        return _configured(own, problem.dtype in F32_DTYPES, max(padded))
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """One tile each of query, key, value and bias, which the output overwrites at the end."""

@@ -4,7 +4,7 @@ rows of dq, another those of dk and dv. Both recompute the scores for each chunk
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features import FUNCTIONS
@@ -71,7 +71,9 @@ class FmhaBwdLargeDimSm80(MmaBackward, LargeDimKernel):
     """Each of its entry points appends its own name."""
     owns_outputs = True
 
-    def configure(self, problem: Problem, own: Gpu, dim: int) -> tuple[LargeDimTile, ...]:
+    def configure(
+        self, problem: Problem, own: Gpu, padded: tuple[int, int]
+    ) -> Sequence[LargeDimTile]:
         return _TILES_F32 if problem.dtype in F32_DTYPES else _TILES
 
     def strips_of_sums(self, arch: str) -> int:

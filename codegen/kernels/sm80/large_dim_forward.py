@@ -4,7 +4,7 @@ columns of the operands in steps, and those of the output in chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jax_memeff.codegen.features import PAGES
 from jax_memeff.codegen.gpu import Gpu
@@ -78,7 +78,9 @@ class FmhaFwdLargeDimSm80(LargeDimKernel):
     class_name = "FmhaForwardLargeDimSm80"
     reads_pages = True
 
-    def configure(self, problem: Problem, own: Gpu, dim: int) -> tuple[LargeDimTile, ...]:
+    def configure(
+        self, problem: Problem, own: Gpu, padded: tuple[int, int]
+    ) -> Sequence[LargeDimTile]:
         return _TILES_F32 if problem.dtype in F32_DTYPES else _TILES
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:

@@ -5,6 +5,7 @@ kernel combines their results.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,7 +18,7 @@ from jax_memeff.codegen.kernels.sm80.base import MmaKernel, MmaTile
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import KernelSpec, Row
+from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
 
@@ -61,7 +62,7 @@ _COPIES_IN_FLIGHT = "about 64 KB of copies in flight per SM hide the latency of 
 def _residencies(own: Gpu, *choices: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Numbers of CTAs per SM and of stages. Without asynchronous copies a third stage is idle."""
     most = 4 if own.async_copies else 2
-    yield from ((blocks, min(stages, most)) for blocks, stages in choices)
+    yield from dict.fromkeys((blocks, min(stages, most)) for blocks, stages in choices)
 
 
 def _tiles_of_few_rows(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
@@ -82,13 +83,11 @@ def _tiles_of_few_rows(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
             yield Tile(rows, keys, warps, blocks, _COPIES_IN_FLIGHT, key_warps=warps, stages=stages)
 
 
-def _tiles_of_64_rows(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
+def _tiles_of_64_rows(own: Gpu, dim: int) -> Iterator[Tile]:
     """Two groups of warps divide the keys. Rates on an H200 as built for sm_90: head dim 64 134 us
     for T 32 of S 4096, 256 keys 154; head dim 128 4.28 TB/s, with eight warps 3.71.
     """
-    for keys in (128, 64, 32, 16):
-        if keys > most_keys:
-            continue
+    for keys in (128, 64, 32, 16) if dim <= 64 else (64, 32, 16):
         residencies = ((2, 2), (1, 2)) if keys == 128 else ((2, 3), (1, 3), (1, 2))
         groups = 2 if keys > 16 else 1
         if dim <= _MOST_COLUMNS_OF_32_ROWS or groups == 1:
@@ -130,11 +129,65 @@ _COMBINE_GRID = Grid(lambda sizes: query_tiles(sizes, 1), splits="some", most_pe
 """The CTAs of the combine kernel loop over all rows."""
 
 
+_ELEMENT_BYTES = 2
 _FLOAT8_ELEMENT_BYTES = 1
 
 _MOST_ELEMENTS_WITH_BLOCK_MASK = 16 * 128
 """Elements of a warp's output; each 1024 of them take 32 registers per lane. With twice as many,
 kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
+
+
+@functools.cache
+def _configured(
+    own: Gpu, padded: tuple[int, int], is_float8: bool, is_invariant: bool
+) -> Sequence[Tile]:
+    """For each number of rows and warps the first tile that fits the GPU."""
+    if is_float8 and any(dim % 64 for dim in padded):
+        return ()  # rows of float8 in shared memory have a multiple of 64 bytes
+    dim = max(padded)
+    key_bytes = _FLOAT8_ELEMENT_BYTES if is_float8 else _ELEMENT_BYTES
+    most_keys = 128 if dim * key_bytes <= 128 else 64
+    if is_invariant:
+        tiles = _invariant_tiles(own, dim, most_keys)
+    elif is_float8 and own is gpu.SM90:
+        tiles = iter(_FLOAT8_SM90[dim])
+    else:
+        tiles = itertools.chain(
+            _tiles_of_few_rows(own, dim, most_keys), _tiles_of_64_rows(own, dim)
+        )
+    chosen: dict[tuple[int, int], Tile] = {}
+    for tile in tiles:
+        bytes_ = _shared_bytes(tile, padded, is_float8, is_invariant, has_page_scales=is_float8)
+        if bytes_ <= own.shared_bytes(tile.blocks_per_sm):
+            chosen.setdefault((tile.query, tile.warps), tile)
+    return tuple(chosen.values())
+
+
+def _shared_bytes(
+    tile: Tile,
+    padded: tuple[int, int],
+    is_float8: bool,
+    is_invariant: bool,
+    has_page_scales: bool,
+) -> int:
+    """A tile of query and stages of key and value, and with a float8 pool a factor for each query
+    row and two scales for each part of a page. At the end the groups of warps that split the keys
+    overwrite them with maximum and sum of their rows, and f32 outputs.
+    """
+    keys = tile.key * (tile.key_warps if is_invariant else 1)
+    loop = tile.query * padded[0] * _ELEMENT_BYTES
+    loop += (
+        tile.stages * keys * sum(padded) * (_FLOAT8_ELEMENT_BYTES if is_float8 else _ELEMENT_BYTES)
+    )
+    if is_float8:
+        parts = tile.stages * tile.key // pages.MULTIPLE if has_page_scales else 0
+        loop += 4 * (tile.query + 2 * parts)
+    rows = tile.query * tile.key_warps // tile.warps
+    threads = 32 * tile.warps
+    merge = shared_memory.merge_bytes(
+        threads, tile.key_warps, 2 * rows // 16, tile.query, padded[1]
+    )
+    return max(loop, merge)
 
 
 class FmhaFwdSplitSm80(MmaKernel):
@@ -148,25 +201,11 @@ class FmhaFwdSplitSm80(MmaKernel):
     reads_pages = True
     reads_float8_pages = True
 
-    def configure(self, problem: Problem, own: Gpu, dim: int) -> Iterator[Tile]:
+    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
         if problem.dtype in F32_DTYPES:
-            return
-        is_float8 = problem[PAGES].dtype != "query"
-        most_keys = 128 if dim * (_FLOAT8_ELEMENT_BYTES if is_float8 else 2) <= 128 else 64
-        if problem[PAGES].is_invariant:
-            yield from _invariant_tiles(own, dim, most_keys)
-        elif is_float8 and own is gpu.SM90:
-            yield from _FLOAT8_SM90.get(dim, ())
-        else:
-            yield from _tiles_of_few_rows(own, dim, most_keys)
-            yield from _tiles_of_64_rows(own, dim, most_keys)
-
-    def rows(self, problem: Problem) -> Iterator[Row]:
-        # Rows of float8 in shared memory have a multiple of 64 bytes.
-        is_float8 = problem[PAGES].dtype != "query"
-        for row in super().rows(problem):
-            if not is_float8 or (row.padded_head_dim % 64, row.padded_value_dim % 64) == (0, 0):
-                yield row
+            return ()
+        pool = problem[PAGES]
+        return _configured(own, padded, pool.dtype != "query", bool(pool.is_invariant))
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
@@ -195,17 +234,14 @@ class FmhaFwdSplitSm80(MmaKernel):
         return rows * spec.padded_value_dim <= _MOST_ELEMENTS_WITH_BLOCK_MASK
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """A tile of query and stages of key and value. At the end the groups of warps that split
-        the keys overwrite them with maximum and sum of their rows, and f32 outputs.
-        """
-        tile, is_float8 = _tile(spec), spec[PAGES].is_float8
-        key_bytes = _FLOAT8_ELEMENT_BYTES if is_float8 else spec.element_bytes
-        buffers = _keys_of_cta(spec) * (spec.padded_head_dim + spec.padded_value_dim) * key_bytes
-        loop = tile.query * spec.padded_head_dim * spec.element_bytes + tile.stages * buffers
-        if is_float8:
-            loop += _float8_scale_bytes(spec)
-        (rows,) = self.rows_of_warps(spec)
-        return max(loop, shared_memory.merge_bytes(spec, tile.key_warps, 2 * rows // 16))
+        pool = spec[PAGES]
+        return _shared_bytes(
+            _tile(spec),
+            (spec.padded_head_dim, spec.padded_value_dim),
+            pool.is_float8,
+            pool.is_invariant,
+            has_page_scales="pages" in (pool.key_scale, pool.value_scale),
+        )
 
     def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
         return {"S": (spec.tile.query, _keys_of_cta(spec))}
@@ -261,14 +297,6 @@ class FmhaFwdSplitSm80(MmaKernel):
             shape = splits, all_rows
             yield Workspace("partial_logsumexp", shape)
             yield Workspace("partial_out", (*shape, spec.padded_value_dim))
-
-
-def _float8_scale_bytes(spec: KernelSpec) -> int:
-    """The bytes of one factor per query row, and of two scales per part of a page in a stage."""
-    tile = _tile(spec)
-    by_page = "pages" in (spec[PAGES].key_scale, spec[PAGES].value_scale)
-    parts = tile.stages * tile.key // pages.MULTIPLE if by_page else 0
-    return 4 * (tile.query + 2 * parts)
 
 
 def _groups_take_segments(spec: KernelSpec) -> bool:

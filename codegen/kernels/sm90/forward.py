@@ -362,7 +362,9 @@ class FmhaFwdSm90(PersistentSm90):
         if self.adds_linear_scores(spec):
             operands += tile.key * _COLUMN_ROW_BYTES
         operands += tile.stages * shared_memory.diagonal_bytes(spec) * self.shares_diagonals(spec)
-        merged = shared_memory.merge_bytes(spec, tile.consumer_groups, 2)
+        merged = shared_memory.merge_bytes(
+            spec.computing_threads, tile.consumer_groups, 2, tile.query, spec.padded_value_dim
+        )
         return operands + merged + self.ring_bytes(spec)
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
