@@ -103,7 +103,8 @@ def test_every_rank_and_dtype_is_checked(name, argument):
     own = good(layout)[argument]
     for shape in ((1, 1, *own.shape), ()):
         with pytest.raises(ValueError, match=rf"^{argument} must have shape \[.*got shape"):
-            checked(layout, **good(layout) | {argument: jnp.zeros(shape, own.dtype)})
+            wrong: Any = jnp.zeros(shape, own.dtype)
+            checked(layout, **good(layout) | {argument: wrong})
     with pytest.raises(TypeError, match=rf"^{argument} must .*, got (dtype )?complex64"):
         checked(layout, **good(layout) | {argument: own.astype("complex64")})
 
@@ -111,7 +112,7 @@ def test_every_rank_and_dtype_is_checked(name, argument):
 @pytest.mark.parametrize("name", ["padded", "ring", "qkv"])
 def test_the_batch_dim_is_absent_from_all_or_none(name):
     layout = LAYOUTS[name]
-    without = {key: x[0] for key, x in good(layout).items()}
+    without: dict[str, Any] = {key: x[0] for key, x in good(layout).items()}
     found = checked(layout, **without)
     assert not found.batched and found.sizes["B"] == 1
     assert all(x.shape[0] == 1 for x in found.arrays.values())
