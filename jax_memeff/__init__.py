@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax_memeff import dropout as dropout
     from jax_memeff._api.attention import dot_product_attention as dot_product_attention
+    from jax_memeff._api.attention import (
+        dot_product_attention_packed as dot_product_attention_packed,
+    )
     from jax_memeff._api.check import check as check
     from jax_memeff._api.merge import merge_attention as merge_attention
     from jax_memeff._api.paged.append import append_to_pages as append_to_pages
@@ -22,9 +25,6 @@ if TYPE_CHECKING:
     from jax_memeff._api.paged.pool import PagePool as PagePool
     from jax_memeff._api.patch import patch_jax_nn as patch_jax_nn
     from jax_memeff._api.picture import picture as picture
-    from jax_memeff._api.qkv_packed import (
-        dot_product_attention_packed as dot_product_attention_packed,
-    )
     from jax_memeff._api.ring import ring_attention as ring_attention
     from jax_memeff._api.varlen import varlen_attention as varlen_attention
     from jax_memeff._call.mask import Mask as Mask
@@ -50,7 +50,7 @@ _MODULE_OF = {
     "append_to_pages": "_api.paged.append",
     "check": "_api.check",
     "dot_product_attention": "_api.attention",
-    "dot_product_attention_packed": "_api.qkv_packed",
+    "dot_product_attention_packed": "_api.attention",
     "export_disabled_checks": "_cuda.export",
     "forward_mode": "_op.vjp",
     "merge_attention": "_api.merge",

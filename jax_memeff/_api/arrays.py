@@ -35,8 +35,9 @@ class ArrayArgument(NamedTuple):
     one more than B; a dim with ``~`` may be 1 or absent, and is broadcast; ``|`` separates forms
     of different rank."""
     dtypes: tuple[str, ...] = ()
+    """The names of the dtypes that it may have; all if there are none."""
     like: str = ""
-    """The array whose dtype it must have; or one of ``dtypes``, if there are any."""
+    """The array whose dtype it must have, if not one of ``dtypes``."""
     pool: str = ""
     """The pool whose dtype it must have, unless that is float8: then it may be any float."""
     scales: str = ""

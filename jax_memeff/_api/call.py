@@ -45,34 +45,34 @@ class AttentionCall(NamedTuple, Generic[AnyOperands]):
     """Whether the user's arrays had a batch dim."""
 
     def run(self, with_residual: bool, with_max_logits: bool = False) -> Any:
-        """The output; or a tuple of it, the logsumexp and the largest logits, as requested."""
+        """The output; or a tuple of it, the logsumexp and the max logits, as requested."""
         options = dataclasses.replace(self.options, row_maxima=with_max_logits)
         found = explicit.on_shards(vjp.attention, self.operands, options)
-        largest = functools.partial(max_logits, operands=self.operands)
-        return results(found, with_residual, self.batched, largest)
+        of_maxima = functools.partial(max_logits, operands=self.operands)
+        return results(found, with_residual, self.batched, of_maxima)
 
 
 def results(
     found: Sequence[jax.Array],
     with_residual: bool,
     batched: bool,
-    largest: Callable[[jax.Array], jax.Array],
+    of_maxima: Callable[[jax.Array], jax.Array],
 ) -> Any:
     """The result of a public function: the output, or a tuple of it and what else is requested.
 
     Args:
-        found: out, lse, and row maxima if they are asked for; with a batch dim. with_residual:
-            whether lse is asked for.
+        found: out, lse, and row maxima if they are asked for; with a batch dim.
+        with_residual: whether lse is asked for.
         batched: whether the user's arrays had a batch dim.
-        largest: computes the largest logits from the row maxima.
+        of_maxima: computes the max logits from the row maxima.
     """
-    out, lse, *maxima = found if batched else [x[0] for x in found]
-    chosen = (out, *([lse] if with_residual else []), *map(largest, maxima))
+    out, lse, *row_maxima = found if batched else [x[0] for x in found]
+    chosen = (out, *([lse] if with_residual else []), *map(of_maxima, row_maxima))
     return chosen if len(chosen) > 1 else out
 
 
 def max_logits(row_maxima: jax.Array, operands: Any) -> jax.Array:
-    """The largest logit of each head, which has no derivative; -inf if no row has a valid score.
+    """The max logit of each head, which has no derivative; -inf if no row has a valid score.
 
     Args:
         row_maxima: [B, T, N] or [T, N]; [tokens, N] for packed sequences.

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_memeff._api import attention as api
 from jax_memeff._api import varlen
-from jax_memeff._api.paged.attention import paged_attention, prepare
+from jax_memeff._api.paged import attention as paged_api
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.operands import Operands
@@ -63,13 +63,13 @@ def check(
     ...
     ValueError: key_value_seq_lengths must be in [0, 4], got 5 at index 0
     """
-    packed, paged = "cu_seqlens_q" in arguments, "page_table" in arguments
-    if paged:
-        call = inspect.signature(paged_attention).bind(
+    is_varlen, is_paged = "cu_seqlens_q" in arguments, "page_table" in arguments
+    if is_paged:
+        call = inspect.signature(paged_api.paged_attention).bind(
             query, key, value, mask=mask, **_without_bias(bias, arguments)
         )
     else:
-        function = varlen.varlen_attention if packed else api.dot_product_attention
+        function = varlen.varlen_attention if is_varlen else api.dot_product_attention
         own = inspect.signature(function)
         call = own.bind(query, key, value, bias=bias, mask=mask, **arguments)
     call.apply_defaults()
@@ -93,12 +93,12 @@ def check(
     for name in ("mask", "offsets"):
         if isinstance(named.get(name), Mask | Offsets):
             named[name] = jax.tree.map(functools.partial(_host, name), named[name])
-    if paged:
-        check_paged(named)
+    if is_paged:
+        _check_paged(named)
         _sinks(named["sinks"])
         return
 
-    prepare: Any = varlen.prepare if packed else api.prepare
+    prepare: Any = varlen.prepare if is_varlen else api.prepare
     canonical = prepare(**named)
     operands: Operands = canonical.operands
     _sinks(named["sinks"])
@@ -224,7 +224,7 @@ def _segments(operands: Operands) -> None:
             )
 
 
-def check_paged(arguments: dict[str, Any]) -> None:
+def _check_paged(arguments: dict[str, Any]) -> None:
     """Raise if a call of ``paged_attention`` has bad values; :func:`jax_memeff.check` lists them.
 
     Args:
@@ -233,7 +233,7 @@ def check_paged(arguments: dict[str, Any]) -> None:
     Raises:
         ValueError, TypeError: the errors of ``check``.
     """
-    paged = prepare(**arguments)
+    paged = paged_api.prepare(**arguments)
     operands = paged.call.operands
     _table(operands)
     sequences: Any = operands.sequences

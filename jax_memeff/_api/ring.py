@@ -211,10 +211,10 @@ def ring_attention(
     arrays["position"] = None
     operands = Operands(**projections, mask=combined, **arrays)
 
-    def largest(maxima: jax.Array) -> jax.Array:
-        return lax.pmax(max_logits(maxima, operands), axis_name)
+    def of_maxima(row_maxima: jax.Array) -> jax.Array:
+        return lax.pmax(max_logits(row_maxima, operands), axis_name)
 
-    return results(_attend(operands, ring), with_residual, batched, largest)
+    return results(_attend(operands, ring), with_residual, batched, of_maxima)
 
 
 def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
@@ -228,17 +228,17 @@ def _attend(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
         return attention.attention(operands, ring)
     # A bias of one number per row shifts the row's logsumexp and maximum, and nothing else.
     alone = operands._replace(bias=None, sinks=None)
-    out, lse, *maxima = attention.attention(alone, ring)
+    out, lse, *row_maxima = attention.attention(alone, ring)
     bias = jnp.broadcast_to(bias, (*lse.shape[:1], lse.shape[2], lse.shape[1], 1))
     shift = jnp.swapaxes(bias[..., 0], 1, 2)
     masked = is_masked(shift) | jnp.isneginf(lse)
     out = jnp.where(masked[..., None], 0, out)
-    lse, *maxima = (jnp.where(masked, -jnp.inf, x + shift) for x in (lse, *maxima))
+    lse, *row_maxima = (jnp.where(masked, -jnp.inf, x + shift) for x in (lse, *row_maxima))
     if operands.sinks is None:
-        return out, lse, *maxima
+        return out, lse, *row_maxima
     is_valid = valid_rows(operands, ring)
     joined, lse = sinks.joined(out.astype(lse.dtype), lse, operands.sinks[:, None], is_valid)
-    return joined.astype(out.dtype), lse, *maxima
+    return joined.astype(out.dtype), lse, *row_maxima
 
 
 def _devices(axis_name: AxisName) -> int:

@@ -83,13 +83,13 @@ def _lower_forward(
     if not options.row_maxima:
         return found
 
-    def of_rows_with_keys(logsumexp: jax.Array, maxima: jax.Array) -> jax.Array:
+    def of_rows_with_keys(logsumexp: jax.Array, row_maxima: jax.Array) -> jax.Array:
         # The kernels do not write the maxima of rows beyond the lengths.
-        return jnp.where(logsumexp == -jnp.inf, -jnp.inf, maxima)
+        return jnp.where(logsumexp == -jnp.inf, -jnp.inf, row_maxima)
 
     out, *rows = found
-    maxima = buffers.computed(ctx, "row_maxima", of_rows_with_keys, ctx.avals_out[1:], rows)
-    return [out, rows[0], maxima.value]
+    row_maxima = buffers.computed(ctx, "row_maxima", of_rows_with_keys, ctx.avals_out[1:], rows)
+    return [out, rows[0], row_maxima.value]
 
 
 def lower_backward(

@@ -139,7 +139,7 @@ def _row_bias_gradient(
 def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) -> Any:
     operands = jax.tree.unflatten(tree, primals)
     _require_derivative(operands)
-    out, lse, *maxima = named(primitives.forward(operands, options), options)
+    out, lse, *row_maxima = named(primitives.forward(operands, options), options)
     moving = jax.tree.unflatten(
         tree, [None if type(tangent) is ad.Zero else tangent for tangent in tangents]
     )
@@ -150,7 +150,7 @@ def _forward_jvp(primals: Any, tangents: Any, *, tree: Any, options: Options) ->
     }
     tangents = gradients_of(operands, given)
     dout, dlse = primitives.tangent(operands, options, out, lse, tangents)
-    return (out, lse, *maxima), (dout, dlse, *(ad.Zero(jax.typeof(x)) for x in maxima))
+    return (out, lse, *row_maxima), (dout, dlse, *(ad.Zero(jax.typeof(x)) for x in row_maxima))
 
 
 def _tangent_transpose(cts: Any, *leaves: Any, tree: Any, options: Options) -> list[Any]:

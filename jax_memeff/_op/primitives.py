@@ -105,8 +105,8 @@ def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, ...]:
     lse_dtype = score_dtype(query.dtype)
     rows = query.shape[:3]
     lse = compat.leading_dims(query, rows, lse_dtype)
-    maxima = (lse,) if options.row_maxima else ()
-    return compat.leading_dims(query, (*rows, value_dim), query.dtype), lse, *maxima
+    row_maxima = (lse,) if options.row_maxima else ()
+    return compat.leading_dims(query, (*rows, value_dim), query.dtype), lse, *row_maxima
 
 
 def _backward_types(
@@ -135,9 +135,9 @@ def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Seque
     if operands.sinks is None:
         return path.forward(operands, options)
     accumulator = score_dtype(operands.query.dtype)
-    out, lse, *maxima = path.forward(operands, options, accumulator)
+    out, lse, *row_maxima = path.forward(operands, options, accumulator)
     out, lse = sinks.joined(out, lse, *sinks.of_rows(operands, options))
-    return out.astype(operands.query.dtype), lse, *maxima
+    return out.astype(operands.query.dtype), lse, *row_maxima
 
 
 def _blockwise_backward(

@@ -133,8 +133,8 @@ def forward(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
 
     def add_product(keys: Keys, product: Product, sums: Sums) -> Sums:
         part = primitives.forward(call.part(keys, product), ring.options)
-        out, lse, *maxima = (call.of_rows(x, product) for x in sums.rows)
-        merged = (*_merge((out, lse), part[:2]), *map(jnp.maximum, maxima, part[2:]))
+        out, lse, *row_maxima = (call.of_rows(x, product) for x in sums.rows)
+        merged = (*_merge((out, lse), part[:2]), *map(jnp.maximum, row_maxima, part[2:]))
         rows = (write_block(x, y, (1, product.row)) for x, y in zip(sums.rows, merged, strict=True))
         return sums._replace(rows=tuple(rows))
 
@@ -143,9 +143,9 @@ def forward(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
     if operands.sinks is not None:
         # Every row starts with its sink, before any key.
         empty = sinks.joined(*empty, operands.sinks[:, None], valid_rows(operands, ring))
-    maxima = (call.zeros(rows) - jnp.inf,) if ring.options.row_maxima else ()
-    out, lse, *maxima = call.run(add_product, Sums((*empty, *maxima), ())).rows
-    return out.astype(operands.query.dtype), lse, *maxima
+    row_maxima = (call.zeros(rows) - jnp.inf,) if ring.options.row_maxima else ()
+    out, lse, *row_maxima = call.run(add_product, Sums((*empty, *row_maxima), ())).rows
+    return out.astype(operands.query.dtype), lse, *row_maxima
 
 
 def valid_rows(operands: Operands, ring: Ring) -> jax.Array | bool:
