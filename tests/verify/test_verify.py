@@ -106,6 +106,14 @@ def test_a_gpu_that_needs_a_reset_ends_the_run(verify):
     assert "the GPU needs a reset" in report and "CUDA_ERROR_ILLEGAL_ADDRESS" in report
 
 
+def test_a_child_that_cannot_start_says_why(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(parent, "require_idle", lambda: "")
+    code = "raise ImportError('the compiled module is missing')"
+    monkeypatch.setattr(parent, "CHILD", (sys.executable, "-c", code))
+    assert cli.main(["verify", "--log", str(tmp_path / "log")]) == 1
+    assert "status 1: ImportError: the compiled module is missing" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("mode", bad_child.GPU_BODIES)
 def test_bad_kernels_for_a_gpu_compile(mode):
     pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")

@@ -24,7 +24,8 @@ from typing import IO, Any
 from jax_memeff._command.cases.case import Case
 from jax_memeff._command.verify.chosen import on_gpu
 
-CHILD = (sys.executable, "-m", "jax_memeff._command.verify.child")
+_SAFE_PATH = ("-P",) if sys.flags.safe_path else ()
+CHILD = (sys.executable, *_SAFE_PATH, "-m", "jax_memeff._command.verify.child")
 
 LIMITS = {
     "starting": 300.0,
@@ -303,7 +304,8 @@ def _follow(child: _Child, waiting: list[Case], record: Record, limit: float, no
         first = "python -m jax_memeff doctor says what is missing"
         later = "a trivial kernel fails after a case that failed, so the GPU needs a reset "
         later += "(nvidia-smi --gpu-reset, or a reboot)"
-        record.broken = f"{later if record.machine else first}: {text}"
+        said = child.last_lines().rpartition("\n")[2]  # the message of a traceback
+        record.broken = f"{later if record.machine else first}: {text}{f': {said}' * bool(said)}"
     elif phase["phase"] == "compiling" and "case" not in phase and record.together:
         record.together = False
         note(f"{text}; each case is compiled alone from now on")
