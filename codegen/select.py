@@ -155,7 +155,7 @@ def closure(
     do not multiply are left out. This is what ``python -m jax_memeff build --all`` compiles.
 
     >>> len(list(closure("sm_80", dtypes=["bf16"], dims=[(64, 64)])))
-    42
+    43
     """
     multiplied = gpu.of(arch).dtypes
     dims = tuple(dims)
