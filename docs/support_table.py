@@ -134,8 +134,8 @@ def exceptions() -> str:
     """How many rows have kernels, and the others."""
     others = [row for row in ROWS if row.is_exception]
     return (
-        f"In {len(ROWS) - len(others)} of the {len(ROWS)} rows of the table of features, dtypes, "
-        "head dims and GPUs,\nthe kernels run forward and backward. The others:\n\n"
+        f"{len(ROWS) - len(others)} of {len(ROWS)} dtypes, head dims, features and GPUs have "
+        "kernels forward and backward. The others:\n\n"
         f"{table(others)}"
     )
 

@@ -5,7 +5,6 @@ extract for the README.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 from reporting import plots
@@ -51,7 +50,7 @@ def extract(rows: Sequence[Row]) -> str:
         peers = dict.fromkeys((*(before.peers if before else ()), *row.peers))
         cells = (*(before.cells if before else ()), *row.cells)
         merged[key] = dataclasses.replace(row, title=key[1], peers=tuple(peers), cells=cells)
-    wanted = [key for device, own in EXTRACT.items() for key in itertools.product([device], own)]
+    wanted = [(device, title) for device, titles in EXTRACT.items() for title in titles]
     if missing := [key for key in wanted if key not in merged]:
         raise ValueError(f"expected results for {missing}, got those for {sorted(merged)}")
     header = ["speed of jax-memeff / its fastest peer"]
