@@ -1,7 +1,6 @@
 """Seconds from a fresh machine to a first gradient on a CPU, step by step, as a Markdown table.
 
-    python benchmarks/first_minutes.py                       # the release of the package index
-    python benchmarks/first_minutes.py dist/jax_memeff-*.whl # a wheel of your own
+    python benchmarks/first_minutes.py dist/jax_memeff-*.whl
 
 The environment is made for this, and the kernel cache is empty. Every step runs once: the seconds
 of pip depend on the index and its cache. The second column has the CPU seconds of all threads and
@@ -114,13 +113,13 @@ def steps(requirement: str, arch: str, directory: Path) -> Iterator[tuple[str, D
 
     install = (python, "-m", "pip", "install", "--quiet")
     yield "`python -m venv`", took(sys.executable, "-m", "venv", environment)
-    yield "`pip install jax-memeff`", took(*install, requirement)
+    yield "`pip install WHEEL`", took(*install, requirement)
     imported, ready, _, first, again = parts(_FIRST_CALLS)
     yield "`import jax`", imported
     yield "`from jax_memeff import dot_product_attention`", ready
     yield "first forward and backward on the CPU, compilation included", first
     yield "the same again", again
-    yield '`pip install "jax-memeff[nvrtc]"` after that', took(*install, f"{requirement}[nvrtc]")
+    yield '`pip install "WHEEL[nvrtc]"` after that', took(*install, f"{requirement}[nvrtc]")
     training = f"lowering a bfloat16 training step for {arch}"
     yield f"{training}, two kernels compiled by NVRTC", parts(_LOWERING)[0]
     yield f"{training}, kernels from the cache", parts(_LOWERING)[0]
@@ -133,9 +132,7 @@ def steps(requirement: str, arch: str, directory: Path) -> Iterator[tuple[str, D
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "requirement", nargs="?", default="jax-memeff", help="what pip installs, or a wheel"
-    )
+    parser.add_argument("requirement", help="what pip installs: a wheel or a clone")
     parser.add_argument("--arch", default="sm_90a", help="default: %(default)s")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

@@ -1,13 +1,12 @@
 """Tables and plots from results: ``python benchmarks/report.py RESULTS.json``.
 
 It writes between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``. ``tables`` has
-all results, ``summary`` only the ratios, ``host`` the host's cost. Results without a cell of the
-main grid go to ``features``, or to a block of their own if _BLOCKS has their group; those of
-another architecture go to the block with its name, and their ratios to ``summary_`` with it; those
-of ring.py go to ``ring``, those of paged.py to ``paged``, those of precision.py to ``precision``,
-and those of tests/gallery/gallery_errors.py to ``errors``. Blocks that were not measured are kept.
-``overview`` is written each time, from the results in benchmarks/results, with a picture of its
-own.
+the results of the main grid, ``host`` the host's cost. Other results go to ``features``, or to a
+block of their own if _BLOCKS has their group; those of another architecture go to the block with
+its name; those of ring.py go to ``ring``, those of paged.py to ``paged``, those of precision.py to
+``precision``, and those of tests/gallery/gallery_errors.py to ``errors``. Blocks that were not
+measured are kept. ``overview``, with a picture of its own, and ``extract`` are written each time,
+from the results in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -40,12 +39,10 @@ _BLOCK = re.compile(
 _BLOCKS = ("masks", "deterministic", "decode", "dims", "large_dims", "float32", "functions", "cpu")
 # Results of other architectures, attention.py --arch.
 _ARCHITECTURES = ("compute_80", "compute_86")
-_SUMMARY_OF = "summary_"
 _NAMES = (
-    *("tables", "summary", "host", "features", "paged", "ring", "errors", "precision"),
-    "overview",
+    *("tables", "host", "features", "paged", "ring", "errors", "precision"),
+    *("overview", "extract"),
     *_ARCHITECTURES,
-    *(f"{_SUMMARY_OF}{arch}" for arch in _ARCHITECTURES),
     *_BLOCKS,
 )
 _FIRST_RESULTS = {"cold": "empty cache", "warm": "filled cache", "archive": "archive"}
@@ -54,9 +51,9 @@ _MISSING = "n/a"
 _FEW_QUERIES = "decode"
 
 
-def summary(document: dict[str, Any], by_group: bool = True) -> str:
-    """Geometric mean and minimum of the ratio to each peer, and ``by_group`` of cells to the
-    fastest peer of each cell.
+def summary(document: dict[str, Any]) -> str:
+    """Geometric mean and minimum of the ratio to each peer, and by group of cells to the fastest
+    peer of each cell.
 
     Only cells with figures for both count, so the table shows their number.
     """
@@ -64,7 +61,7 @@ def summary(document: dict[str, Any], by_group: bool = True) -> str:
     own, cells = ours(document), document["cells"]
     compared = {label: (cells, [peer]) for peer, label in document["peers"].items() if peer != own}
     others = [peer for peer in document["peers"] if peer not in OURS]
-    for group in dict.fromkeys(cell["group"] for cell in cells) if by_group else ():
+    for group in dict.fromkeys(cell["group"] for cell in cells):
         members = [cell for cell in cells if cell["group"] == group]
         compared[f"the fastest of all, `{group}` cells"] = (members, others)
     rows = []
@@ -113,16 +110,6 @@ def _machine(document: dict[str, Any]) -> str:
     driver = f", driver {device['driver']}" if device["driver"] else ""
     parts = ", ".join(f"{name} {version}" for name, version in versions.items())
     return f"{device_title(document)}{driver}, {document['date']}; {parts}."
-
-
-def architecture_summary(document: dict[str, Any]) -> str:
-    """The ratios of kernels for another architecture, and what they say of a GPU that has it."""
-    return (
-        f"Kernels for {document['residency']['arch']}, as PTX, with as many CTAs on an SM as "
-        "there. Clock, tensor cores, L2 and DRAM are those of the GPU at hand, so this compares "
-        "code; GPUs of that architecture were not measured.\n\n"
-        f"{summary(document, by_group=False)}"
-    )
 
 
 def _has_few_queries(cell: dict[str, Any]) -> bool:
@@ -323,11 +310,7 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
     if "precision" in document:
         return {"precision": f"{_machine(document)}\n\n{precision_table.text(document)}"}
     if "residency" in document:
-        arch = document["residency"]["arch"]
-        return {
-            arch: tables(document, image),
-            f"{_SUMMARY_OF}{arch}": architecture_summary(document),
-        }
+        return {document["residency"]["arch"]: tables(document, image)}
     if document["cells"] and not of_grid(document):
         groups = {cell["group"] for cell in document["cells"]}
         if groups == {"functions"}:
@@ -335,7 +318,7 @@ def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
         if "gallery" in groups:
             raise ValueError("results of the gallery have pages: python docs/gallery_pages.py")
         return {block_of(document): tables(document, image)}
-    found = {"tables": tables(document, image), "summary": summary(document)}
+    found = {"tables": tables(document, image)}
     return found | ({"host": host(document)} if document["host"] else {})
 
 
@@ -391,6 +374,8 @@ def main() -> None:
                 picture = options.plot.with_stem("overview")
                 overview.draw(compared, picture)
                 found["overview"] = overview.text(compared, os.path.relpath(picture, path.parent))
+            if overview.EXTRACT_MARKER in text:
+                found["extract"] = overview.extract(compared)
             path.write_text(insert(text, found))
         except (OSError, ValueError) as error:
             raise SystemExit(f"{path}: {error}") from error

@@ -57,19 +57,14 @@ SHOWN = {
 """Files outside this folder, by the page that shows each."""
 
 _PAGES = {path: f"/{page}.md" for page, path in SHOWN.items()} | {ROOT / "README.md": "/index.md"}
-_SECTIONS = {
-    "#what-is-supported": "/support.md",
-    "#keras-flax-and-other-libraries": "/migrating/jax_nn.md",
-}
-"""The pages with what sections of the README say; others are on GitHub."""
 _LINK = re.compile(r"\]\((?P<target>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def site_links(text: str, folder: Path) -> str:
     """``text`` of a file in ``folder`` with links that work on the site.
 
-    >>> site_links("[a](../README.md#what-is-supported) [b](guide/masks.md#window)", DOCS)
-    '[a](/support.md) [b](/guide/masks.md#window)'
+    >>> site_links("[a](../README.md) [b](guide/masks.md#window)", DOCS)
+    '[a](/index.md) [b](/guide/masks.md#window)'
     >>> site_links("[c](../../examples)", DOCS / "guide").removeprefix(f"[c]({REPOSITORY}")
     '/examples)'
     """
@@ -77,9 +72,7 @@ def site_links(text: str, folder: Path) -> str:
     def on_site(link: re.Match[str]) -> str:
         path = Path(os.path.normpath(folder / link["target"]))
         anchor = link["anchor"] or ""
-        if path == ROOT / "README.md" and anchor:
-            target = _SECTIONS.get(anchor, f"{REPOSITORY}/README.md{anchor}")
-        elif path in _PAGES:
+        if path in _PAGES:
             target = _PAGES[path] + anchor
         elif path.is_relative_to(DOCS) and path.suffix in (".md", ".svg", ".png"):
             target = f"/{path.relative_to(DOCS)}{anchor}"

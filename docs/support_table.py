@@ -1,15 +1,16 @@
-"""Writes the support table of README.md from the code generator: ``python docs/support_table.py``.
+"""Writes the support table from the code generator: ``python docs/support_table.py``.
 
-The table is between ``<!-- support:begin -->`` and ``<!-- support:end -->``; a test fails when it
-is out of date.
+docs/support.md has the whole table, and README.md the rows without kernels. Both are between
+``<!-- support:begin NAME -->`` and ``<!-- support:end -->``; a test fails when one is out of date.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from jax_memeff.codegen.select import select
 from jax_memeff.codegen.strategy import QUERY_ROWS, Strategy
 from jax_memeff.errors import UnsupportedError
 
-README = Path(__file__).parent.parent / "README.md"
-_BLOCK = re.compile(r"(<!-- support:begin -->\n).*?(<!-- support:end -->)", re.DOTALL)
+DOCS = Path(__file__).parent
+PAGES_WITH_ROWS = (DOCS / "support.md", DOCS.parent / "README.md")
+_BLOCK = re.compile(r"(<!-- support:begin (\w+) -->\n).*?(<!-- support:end -->)", re.DOTALL)
 _PLAIN = Problem("forward", "bf16", 64, 64, "sm_90a")
 
 
@@ -35,10 +37,14 @@ class Row:
     features: tuple[Mapping[str, Any], ...] = ({},)
     strategies: tuple[Strategy, ...] = (Strategy(),)
 
+    @functools.cached_property
+    def cells(self) -> tuple[str, ...]:
+        return self._cell("forward"), self._cell("backward"), self._tangent_cell(), "yes"
+
     @property
-    def text(self) -> str:
-        cells = (self._cell("forward"), self._cell("backward"), self._tangent_cell(), "yes")
-        return f"| {self.title} | {' | '.join(cells)} |"
+    def is_exception(self) -> bool:
+        """Whether a forward or a backward has no kernel."""
+        return self.cells[:2] != ("yes", "yes")
 
     def _tangent_cell(self) -> str:
         """Tangents have kernels on Hopper; others are computed on the blockwise path. Paged calls
@@ -115,19 +121,31 @@ ROWS = (
 )
 
 
-def table() -> str:
-    """The table in Markdown, with a line break at its end."""
+def table(rows: Sequence[Row] = ROWS) -> str:
+    """The rows in Markdown, with a line break at the end."""
     header = (
         "| | CUDA forward | CUDA backward | CUDA tangents (`forward_mode`) | blockwise path |\n"
     )
     header += "|---|---|---|---|---|\n"
-    return header + "".join(f"{row.text}\n" for row in ROWS)
+    return header + "".join(f"| {row.title} | {' | '.join(row.cells)} |\n" for row in rows)
+
+
+def exceptions() -> str:
+    """How many rows have kernels, and the others."""
+    others = [row for row in ROWS if row.is_exception]
+    return (
+        f"{len(ROWS) - len(others)} of {len(ROWS)} dtypes, head dims, features and GPUs have "
+        "kernels forward and backward. The others:\n\n"
+        f"{table(others)}"
+    )
 
 
 def updated(text: str) -> str:
-    """``text`` with the table between its markers."""
-    return _BLOCK.sub(lambda block: block[1] + table() + block[2], text)
+    """``text`` with what belongs between its markers."""
+    blocks = {"table": table, "exceptions": exceptions}
+    return _BLOCK.sub(lambda block: block[1] + blocks[block[2]]() + block[3], text)
 
 
 if __name__ == "__main__":
-    README.write_text(updated(README.read_text()))
+    for page in PAGES_WITH_ROWS:
+        page.write_text(updated(page.read_text()))

@@ -72,7 +72,7 @@ def _require_whole_package() -> None:
     if lacking:
         root = Path(__file__).resolve().parents[1]
         is_clone = (root / "pyproject.toml").is_file()
-        what = f"-e '{root}'" if is_clone else "--force-reinstall jax-memeff"
+        what = f"-e '{root}'" if is_clone else "--force-reinstall WHEEL_OR_CLONE"
         raise ImportError(
             f"jax_memeff in {root} is not completely installed for this Python (it lacks "
             f"{' and '.join(lacking)}): run {sys.executable} -m pip install {what}",

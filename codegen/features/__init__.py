@@ -1,7 +1,7 @@
 """The one list of the features of attention.
 
 A feature is one object. Problems, kernel names, configurations, the order of kernels, reasons,
-``explain``'s flags, what ``build --all`` compiles, README's support table and the axes of the test
+``explain``'s flags, what ``build --all`` compiles, the support table and the axes of the test
 matrix are loops over ``FEATURES``.
 """
 

@@ -85,7 +85,7 @@ OPERANDS = (
 
 
 class SupportRow(NamedTuple):
-    """A row of README's support table: a kernel has to exist for each of ``problems``."""
+    """A row of the support table: a kernel has to exist for each of ``problems``."""
 
     title: str
     problems: tuple[Mapping[str, Any], ...]

@@ -36,7 +36,7 @@ _WRONG_ARCH = (
 )
 _WRONG_ARCH_OF_CUDA_12 = (
     "NVRTC 12.9, the last of CUDA 12, does not know the architecture: check JAX_MEMEFF_ARCHS; "
-    "newer GPUs need CUDA 13: pip install 'jax-memeff[cuda13]'"
+    "newer GPUs need CUDA 13: "
 )
 _BUG = (
     "The whole log is in the `log` attribute of this error. Please report it to jax_memeff "
@@ -149,7 +149,9 @@ def _advice(log: str, found: Mapping[str, str]) -> str:
     if descriptors.IN_LOGS in log:
         return descriptors.advice()
     if "--gpu-architecture" in log:
-        return _WRONG_ARCH_OF_CUDA_12 if parts.cuda_major() == 12 else _WRONG_ARCH
+        if parts.cuda_major() == 12:
+            return _WRONG_ARCH_OF_CUDA_12 + parts.install_extra("cuda13")
+        return _WRONG_ARCH
     if _number(found["CCCL"]) >= (3, 2) and _number(found["CUTLASS"]) < (4, 7):
         return _WRONG_CCCL
     return _BUG

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import importlib
 import importlib.metadata
+import json
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
 from jax_memeff import config
 from jax_memeff.codegen.toolchain import descriptors
@@ -122,8 +124,24 @@ def install(major: int | None = None) -> str:
 
     It brings no JAX for CUDA, which takes 4.6 GB and compiles no kernel.
     """
-    extra = "nvrtc-cu12" if (major or cuda_major()) == 12 else "nvrtc"
-    return f'pip install "jax-memeff[{extra}]"'
+    return install_extra("nvrtc-cu12" if (major or cuda_major()) == 12 else "nvrtc")
+
+
+def install_extra(extra: str) -> str:
+    """The command that installs an extra of this package, from the clone if it comes from one.
+
+    pip notes in direct_url.json what it installed that has no index (PEP 610).
+    """
+    try:
+        noted = importlib.metadata.distribution("jax-memeff").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        noted = None
+    origin = json.loads(noted or "{}")
+    if (directory := origin.get("dir_info")) is None:
+        return f'pip install "jax-memeff[{extra}]"'
+    clone = unquote(urlsplit(origin["url"]).path)
+    editable = "-e " if directory.get("editable") else ""
+    return f'pip install {editable}"{clone}[{extra}]"'
 
 
 @functools.cache

@@ -234,7 +234,7 @@ def _attention(machine: Machine) -> Finding:
 
 def _install(machine: Machine) -> str:
     """The command that installs JAX's plugin and the compiler for the driver of this machine."""
-    return f'pip install "jax-memeff[cuda{_cuda(machine)}]"'
+    return parts.install_extra(f"cuda{_cuda(machine)}")
 
 
 def _install_compiler(machine: Machine) -> str:
@@ -259,6 +259,6 @@ def _first_steps(machine: Machine) -> tuple[str, ...]:
         )
     return (
         f"Nothing is missing on a CPU: {use}",
-        'On a machine with a GPU: pip install "jax-memeff[cuda13]", or cuda12 for drivers without '
+        f"On a machine with a GPU: {parts.install_extra('cuda13')}, or cuda12 for drivers without "
         "CUDA 13",
     )

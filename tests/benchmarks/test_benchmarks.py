@@ -207,7 +207,7 @@ def test_launches_are_padded_to_the_residency_of_another_gpu(modules, monkeypatc
 def test_other_architectures_have_tables_and_rows_of_their_own(modules, document):
     report, comparison = modules("report"), modules("overview.comparison")
     other = {**document, "residency": {"arch": "compute_80", "kernels": {}}}
-    assert list(report.blocks(other, None)) == ["compute_80", "summary_compute_80"]
+    assert list(report.blocks(other, None)) == ["compute_80"]
     assert "with kernels for compute_80" in report.blocks(other, None)["compute_80"]
     cells = [{**cell, "group": "small"} for cell in document["cells"]]
     rows = comparison.rows([{**document, "cells": cells}, {**other, "cells": cells}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -23,10 +24,13 @@ def overview(modules):
     return modules("overview")
 
 
-def block() -> str:
+README = ROOT / "README.md"
+
+
+def block(name: str = "overview", page: Path = PAGE) -> str:
     (found,) = re.findall(
-        r"<!-- benchmarks:begin overview -->\n(.*?)\n<!-- benchmarks:end -->",
-        PAGE.read_text(),
+        rf"<!-- benchmarks:begin {name} -->\n(.*?)\n<!-- benchmarks:end -->",
+        page.read_text(),
         re.DOTALL,
     )
     return found
@@ -181,6 +185,93 @@ def test_the_page_is_up_to_date(overview, modules):
     text = overview.text(overview.rows(map(read, files)), "images/overview.svg")
     assert block() == text, "run: python benchmarks/report.py benchmarks/results/<device>-main.json"
     assert (ROOT / "docs/images/overview.svg").exists()
+
+
+def test_the_extract_of_the_readme_is_up_to_date(overview, modules):
+    read = modules("reporting.results").read
+    rows = overview.rows(map(read, sorted((ROOT / "benchmarks/results").glob("*.json"))))
+    assert block("extract", README) == overview.extract(rows), (
+        "run: python benchmarks/report.py benchmarks/results/<device>-main.json"
+    )
+
+
+def test_the_extract_merges_head_dims_and_counts_all_figures(overview, modules, monkeypatch):
+    rows = overview.rows(DOCUMENTS)
+    monkeypatch.setattr(modules("overview.text"), "EXTRACT", {"GPU": ("main grid",)})
+    text = overview.extract(rows)
+    assert ": 4 figures," in text and "slower in 2." in text
+    assert text.endswith("| main grid | 1.41 | 0.50 | 2.00 | 2.00 | 1 of 3 | CUDNN, FA4 |")
+    monkeypatch.setattr(modules("overview.text"), "EXTRACT", {"GPU": ("float32",)})
+    with pytest.raises(ValueError, match=r"expected results for \[\('GPU', 'float32'\)\]"):
+        overview.extract(rows)
+
+
+RATIO = r"(\d\.\d\d)"
+
+
+def test_figures_in_the_prose_of_the_readme_are_those_of_the_results(overview, modules):
+    """Each is computed here from the seconds in the files."""
+
+    prose = " ".join(README.read_text().split())
+
+    def stated(pattern: str) -> list[float]:
+        (found,) = re.findall(pattern, prose)
+        return [float(figure) for figure in ((found,) if isinstance(found, str) else found)]
+
+    def ratios(results: str, peer: str, name: str = "", direction: str = "forward_backward"):
+        read = json.loads((ROOT / f"benchmarks/results/{results}.json").read_text())
+        records = [
+            cell["results"].get(direction, {}) for cell in read["cells"] if name in cell["name"]
+        ]
+        own = "memeff_cuda" if "memeff_cuda" in read["peers"] else "memeff_xla"
+        return [
+            each[peer]["seconds"] / each[own]["seconds"]
+            for each in records
+            if "seconds" in each.get(peer, {}) and "seconds" in each.get(own, {})
+        ]
+
+    def mean(values):
+        return round(statistics.geometric_mean(values), 2)
+
+    features = "nvidia-h200-features"
+    for pattern, name in (
+        (
+            rf"4,096 tokens.{{,60}} at {RATIO} times .{{,60}} {RATIO} times that",
+            "hd128 B8 N32/8 T4096 causal",
+        ),
+        (rf"32,768 tokens at {RATIO} and {RATIO} times", "hd128 B1 N32/8 T32768 causal"),
+    ):
+        figures = [ratios(features, peer, name) for peer in ("jax_cudnn", "fa4")]
+        assert stated(pattern) == [round(each[0], 2) for each in figures]
+
+    both = ratios("nvidia-h200-compute_80", "torch_flash", direction="forward")
+    pair = [both, ratios("nvidia-h200-compute_80", "torch_flash")]
+    assert stated(rf"are at {RATIO} and {RATIO} times FlashAttention-2 \({RATIO} at worst\)") == [
+        *map(mean, pair),
+        round(min(pair[0] + pair[1]), 2),
+    ]
+    assert stated(rf"head dim 1024 {RATIO} of plain XLA") == [
+        round(min(ratios("nvidia-h200-large_dims", "jax_xla", "hd1024")), 2)
+    ]
+    # Those with several peers are in the extract, which another test compares with the results.
+    lines = {
+        line.split(" | ")[0][2:]: line.split(" | ")
+        for line in block("extract", README).splitlines()
+    }
+
+    def cells(title: str, *columns: int) -> list[float]:
+        return [float(lines[title][column]) for column in columns]
+
+    assert stated(rf"{RATIO} of the fastest peer \({RATIO} at worst, H100\)") == cells(
+        "steps of a server (NVIDIA H100 80GB HBM3)", 1, 2
+    )
+    assert stated(rf"it is {RATIO} or more times") == [
+        min(cells("bias, dropout, both (NVIDIA H200)", 2, 4))
+    ]
+    assert stated(
+        rf"{RATIO} times as fast as `jax.nn` .{{,40}} {RATIO} times .{{,40}} "
+        rf"\({RATIO} at worst, two threads"
+    ) == cells("plain JAX on a CPU (AMD EPYC on 2 threads)", 1, 3, 2)
 
 
 def test_the_report_writes_the_overview_beside_the_block_of_its_results(

@@ -112,15 +112,13 @@ def test_the_fastest_peer_of_each_cell_counts(document, modules):
     assert "`features` cells | 1 | 1.00 | 1.00 (T2048) |" in text
 
 
-def test_results_of_another_architecture_have_a_summary_of_their_own(document, modules):
+def test_results_of_another_architecture_have_a_block_of_their_own(document, modules):
     report, made = modules("report"), _synthetic(document)
     made["residency"] = {"arch": "compute_86", "kernels": {}}
     blocks = report.blocks(made, None)
-    assert set(blocks) == {"compute_86", "summary_compute_86"}
-    text = blocks["summary_compute_86"]
-    assert "Kernels for compute_86" in text and "the fastest of all" not in text
-    marked = "<!-- benchmarks:begin summary_compute_86 -->\n<!-- benchmarks:end -->"
-    assert text in report.insert(marked, blocks)
+    assert set(blocks) == {"compute_86"}
+    marked = "<!-- benchmarks:begin compute_86 -->\n<!-- benchmarks:end -->"
+    assert "with kernels for compute_86" in report.insert(marked, blocks)
 
 
 def test_ours_is_the_first_of_ours_among_the_peers(document, modules):

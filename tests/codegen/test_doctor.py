@@ -67,11 +67,11 @@ def test_an_unknown_platform(tmp_path):
     ("machine", "said", "next_step"),
     [
         (Machine((13, 0), (90,), ""), "JAX's GPU sm_90", "Nothing is missing: replace"),
-        (Machine((12, 8), (80,), ""), "is newer than the driver", "jax-memeff[nvrtc-cu12]"),
+        (Machine((12, 8), (80,), ""), "is newer than the driver", '[nvrtc-cu12]"'),
         (Machine((12, 2), (80,), ""), "too old for the kernels", "550.54.14 or later"),
-        (Machine((13, 0), (), "Unknown backend"), "JAX does not use the GPU", "jax-memeff[cuda13]"),
+        (Machine((13, 0), (), "Unknown backend"), "JAX does not use the GPU", '[cuda13]"'),
         (Machine((13, 0), (), "no", "cpu"), "JAX does not use the GPU: no", "unset JAX_PLATFORMS"),
-        (Machine((13, 0), (), "no", "cuda,cpu"), "JAX does not use", "jax-memeff[cuda13]"),
+        (Machine((13, 0), (), "no", "cuda,cpu"), "JAX does not use", '[cuda13]"'),
         (Machine((13, 0), (70,), ""), "sm_70", "implementation='xla'"),
     ],
     ids=["well", "cuda 12", "old driver", "no plugin", "CPU asked for", "both asked for", "volta"],
@@ -90,9 +90,11 @@ def test_a_missing_compiler(on, monkeypatch):
     monkeypatch.setattr(parts, "all_found", lambda: {parts.NVRTC: None, parts.CCCL: None})
     code, found, advice = on(Machine((12, 8), (80,), ""))
     assert code == 1 and "broken compiler NVRTC, CCCL not found" in found
-    assert advice == 'pip install "jax-memeff[nvrtc-cu12]"'  # JAX's plugin is there
+    assert advice.startswith("pip install") and advice.endswith(
+        '[nvrtc-cu12]"'
+    )  # JAX's plugin is there
     _, _, advice = on(Machine((12, 8), (), "Unknown backend"))
-    assert advice == 'pip install "jax-memeff[cuda12]"'
+    assert advice.startswith("pip install") and advice.endswith('[cuda12]"')
     code, found, _ = on(NO_GPU)  # which needs none
     assert code == 0 and "absent compiler" in found
 

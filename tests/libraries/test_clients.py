@@ -139,7 +139,7 @@ LISTED: dict[str, Any] = {
     "Attention": ("Attention", {}, X, {}, False),
     "AdditiveAttention": ("AdditiveAttention", {}, X, {}, False),
 }
-"""The list of the README: layers of Keras, and whether the patch reaches them."""
+"""The list of docs/migrating/jax_nn.md: layers of Keras, and whether the patch reaches them."""
 
 
 @pytest.mark.parametrize("case", LISTED)

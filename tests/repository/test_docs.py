@@ -7,6 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -92,18 +93,21 @@ def test_support_table_is_up_to_date():
     sys.modules["support_table"] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     del sys.modules["support_table"]
-    text = README.read_text()
-    assert "| float32 |" in text
-    assert text == module.updated(text), "run: python docs/support_table.py"
+    for page in (README, ROOT / "docs/support.md"):
+        text = page.read_text()
+        assert "| float64 |" in text
+        assert text == module.updated(text), "run: python docs/support_table.py"
+    assert "| float32 |" not in README.read_text() and "| float32 |" in text
 
 
 COMMANDS = ["doctor", "verify", "bench", "info", "kernels", "explain", "build"]
 
 
 @pytest.mark.quick
-def test_commands_of_the_readme_are_understood(monkeypatch, capsys):
+def test_documented_commands_are_understood():
     """The commands are only parsed, because each has its own tests."""
-    commands = re.findall(r"^\| `python -m jax_memeff ([^`]+)`", README.read_text(), re.MULTILINE)
+    page = ROOT / "docs/reference/commands.md"
+    commands = re.findall(r"^\| `python -m jax_memeff ([^`]+)`", page.read_text(), re.MULTILINE)
     names = [command.split()[0] for command in commands]
     assert list(dict.fromkeys(names)) == COMMANDS
     for command in commands:
@@ -115,5 +119,34 @@ def test_commands_of_the_readme_are_understood(monkeypatch, capsys):
 def test_environment_variables_are_documented():
     source = (ROOT / "jax_memeff/config.py").read_text()
     variables = set(re.findall(r"JAX_MEMEFF_\w+", source))
-    for page in (README, ROOT / "docs/deployment/jit.md"):
-        assert set(re.findall(r"JAX_MEMEFF_\w+", page.read_text())) == variables
+    page = ROOT / "docs/deployment/jit.md"
+    assert set(re.findall(r"JAX_MEMEFF_\w+", page.read_text())) == variables
+
+
+@pytest.mark.quick
+def test_the_readme_is_short_and_states_the_version():
+    text = README.read_text()
+    assert text.count("\n") <= 160
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert re.findall(r"^\| version \| (\S+),", text, re.MULTILINE) == [version]
+
+
+@pytest.mark.quick
+def test_anchors_exist():
+    """A link to a section names a heading of that page."""
+    lost = []
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", prose):
+            other = page.parent / target if target else page
+            if other.suffix == ".md" and anchor not in anchors(other):
+                lost.append(f"{page.name}: {target}#{anchor}")
+    assert not lost
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = (re.sub(r"\]\([^)]*\)", "", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}

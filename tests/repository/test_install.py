@@ -45,7 +45,7 @@ def test_a_tree_that_is_not_installed_says_what_to_type(tmp_path, command, clone
         [PYTHON, "-S", *command], capture_output=True, text=True, cwd=tmp_path, env={}
     )
     assert done.returncode == 1 and done.stdout == ""
-    what = f"-e '{tmp_path}'" if clone else "--force-reinstall jax-memeff"
+    what = f"-e '{tmp_path}'" if clone else "--force-reinstall WHEEL_OR_CLONE"
     said = rf"ImportError: jax_memeff in {tmp_path} is not completely installed for this Python "
     said += rf"\(it lacks {lacks}\): run \S+ -m pip install {re.escape(what)}"
     assert re.search(said, done.stderr.splitlines()[-1]), done.stderr

@@ -53,7 +53,7 @@ LARGEST_LARGE = [
     max(value for _, value in large_dim_forward.TILES),
 ]
 STATED = [
-    ("README.md", r"up to head dim (\d+) and value dim (\d+), without bias", LARGEST_LARGE),
+    ("docs/support.md", r"up to head dim (\d+) and value dim (\d+), without bias", LARGEST_LARGE),
     ("docs/guide/memory.md", r"up to head dim (\d+) and value dim (\d+), without", LARGEST_LARGE),
     ("docs/architecture.md", r"up to (\d+) key columns and (\d+) value columns", LARGEST_LARGE),
     (
@@ -61,7 +61,7 @@ STATED = [
         r"with up to (\d+) columns of keys and (\d+) of values",
         [latent.HEAD_DIM, latent.VALUE_DIM],
     ),
-    ("README.md", r"head dims from 257 to (\d+)", [LARGE_DIM]),
+    ("docs/support.md", r"head dims from 257 to (\d+)", [LARGE_DIM]),
     ("docs/guide/memory.md", r"at most (\d+) tiles\. ", [strategy.MOST_SPLIT_BLOCKS]),
     (
         "docs/guide/memory.md",
