@@ -301,8 +301,12 @@ def custom_call(
     specs: dict[str, KernelSpec],
     aliased: Mapping[int, int] | None = None,
 ) -> Sequence[Any]:
-    """The custom call; ``aliased`` maps operands that are written in place to their results."""
+    """The values of the results of the custom call, which has workspaces besides these; ``aliased``
+    maps operands that are written in place to their results.
+    """
     register_targets()
+    count = len(results)
+    results = [*results, *buffers.of_workspaces(avals, options, specs)]
     lower = jax.ffi.ffi_lowering(
         f"jax_memeff_{direction}",
         operand_layouts=buffers.layouts(operands),
@@ -317,4 +321,4 @@ def custom_call(
         context,
         *(buffer.value for buffer in operands),
         **of_call(direction, operands, results, avals, options, specs),
-    )
+    )[:count]

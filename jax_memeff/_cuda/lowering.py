@@ -74,12 +74,12 @@ def _lower_forward(
         ctx,
         "forward",
         inputs,
-        [*results, *buffers.of_workspaces(avals, options, specs)],
+        results,
         avals=avals,
         options=options,
         specs=specs,
         aliased=aliased,
-    )[: len(results)]
+    )
     if not options.row_maxima:
         return found
 
@@ -155,14 +155,11 @@ def _lower_kernels(
             *inputs,
             *(Buffer(*buffer) for buffer in named if buffer[1] is not None),
         ],
-        [
-            *gradients,
-            *buffers.of_workspaces(avals, options, specs),
-        ],
+        gradients,
         avals=avals,
         options=options,
         specs=specs,
-    )[: len(gradients)]
+    )
 
     # XLA computes the gradient of the sinks from the delta that the kernels write.
     avals_in, arrays_tree = jax.tree.flatten((types, residual_avals[1], residual_avals[1]))
@@ -242,16 +239,7 @@ def lower_tangent(ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, option
         Buffer("out_tangent", out_type),
         Buffer("logsumexp_tangent", lse_type, layout=ROW_STATISTICS),
     ]
-    found = custom_call(
-        ctx,
-        "tangent",
-        inputs,
-        [*results, *buffers.of_workspaces(avals, options, specs)],
-        avals=avals,
-        options=options,
-        specs=specs,
-    )
-    return found[: len(results)]
+    return custom_call(ctx, "tangent", inputs, results, avals=avals, options=options, specs=specs)
 
 
 def kernels(

@@ -1,4 +1,4 @@
-"""What is between the projections of both APIs: heads, caches and rotary embeddings."""
+"""Heads, caches and rotary embeddings: the code between the projections of both APIs."""
 
 from __future__ import annotations
 

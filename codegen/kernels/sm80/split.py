@@ -145,8 +145,7 @@ def _configured(
     if is_float8 and any(dim % 64 for dim in padded):
         return ()  # rows of float8 in shared memory have a multiple of 64 bytes
     dim = max(padded)
-    key_bytes = _FLOAT8_ELEMENT_BYTES if is_float8 else _ELEMENT_BYTES
-    most_keys = 128 if dim * key_bytes <= 128 else 64
+    most_keys = 128 if dim * _key_element_bytes(is_float8) <= 128 else 64
     if is_invariant:
         tiles = _invariant_tiles(own, dim, most_keys)
     elif is_float8 and own is gpu.SM90:
@@ -160,7 +159,14 @@ def _configured(
         bytes_ = _shared_bytes(tile, padded, is_float8, is_invariant, has_page_scales=is_float8)
         if bytes_ <= own.shared_bytes(tile.blocks_per_sm):
             chosen.setdefault((tile.query, tile.warps), tile)
+    if is_invariant:  # the bits depend on the keys
+        keys = max((tile.key for tile in chosen.values()), default=0)
+        return tuple(tile for tile in chosen.values() if tile.key == keys)
     return tuple(chosen.values())
+
+
+def _key_element_bytes(is_float8: bool) -> int:
+    return _FLOAT8_ELEMENT_BYTES if is_float8 else _ELEMENT_BYTES
 
 
 def _shared_bytes(
@@ -174,11 +180,9 @@ def _shared_bytes(
     row and two scales for each part of a page. At the end the groups of warps that split the keys
     overwrite them with maximum and sum of their rows, and f32 outputs.
     """
-    keys = tile.key * (tile.key_warps if is_invariant else 1)
+    key_bytes = sum(padded) * _key_element_bytes(is_float8)
     loop = tile.query * padded[0] * _ELEMENT_BYTES
-    loop += (
-        tile.stages * keys * sum(padded) * (_FLOAT8_ELEMENT_BYTES if is_float8 else _ELEMENT_BYTES)
-    )
+    loop += tile.stages * _keys_of_cta(tile, is_invariant) * key_bytes
     if is_float8:
         parts = tile.stages * tile.key // pages.MULTIPLE if has_page_scales else 0
         loop += 4 * (tile.query + 2 * parts)
@@ -244,7 +248,8 @@ class FmhaFwdSplitSm80(MmaKernel):
         )
 
     def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
-        return {"S": (spec.tile.query, _keys_of_cta(spec))}
+        keys = _keys_of_cta(_tile(spec), spec[PAGES].is_invariant)
+        return {"S": (spec.tile.query, keys)}
 
     def rows_of_warps(self, spec: KernelSpec) -> tuple[int, ...]:
         """A warp owns whole rows, of some of the keys."""
@@ -304,10 +309,11 @@ def _groups_take_segments(spec: KernelSpec) -> bool:
     return spec[PAGES].is_invariant and _tile(spec).key_warps > 1
 
 
-def _keys_of_cta(spec: KernelSpec) -> int:
-    """The keys that all warps of a CTA process at a time."""
-    tile = _tile(spec)
-    return tile.key * (tile.key_warps if _groups_take_segments(spec) else 1)
+def _keys_of_cta(tile: Tile, is_invariant: bool) -> int:
+    """The keys that all warps of a CTA process at a time: if the call is batch invariant, groups of
+    warps have a KV block of a segment each.
+    """
+    return tile.key * (tile.key_warps if is_invariant else 1)
 
 
 def _tile(spec: KernelSpec) -> Tile:

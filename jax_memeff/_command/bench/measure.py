@@ -36,7 +36,7 @@ _SHARE = 0.9
 
 @dataclasses.dataclass
 class Figure:
-    """What a path takes in one direction."""
+    """Time, memory and difference of a path in one direction."""
 
     path: str
     direction: Direction

@@ -82,8 +82,8 @@ def trained(case: Case, implementation: Implementation, gradients: bool) -> Prog
 def of_jax_nn(case: Case, implementation: Literal["cudnn", "xla"], gradients: bool) -> Program:
     """As :func:`trained`, by ``jax.nn.dot_product_attention``.
 
-    Where it lacks an argument, it gets what its users write: a boolean mask, and zeros that pad the
-    head dims to the same size.
+    It has no argument for some masks and unequal head dims: it gets what its users write instead, a
+    boolean mask, and zeros that pad the head dims to the same size.
     """
 
     def run(arrays: Given) -> jax.Array:

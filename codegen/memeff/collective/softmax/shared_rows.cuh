@@ -21,11 +21,8 @@ class SharedRowStatistics {
   // Replaces the maxima that a lane knows of its rows with those of all warps.
   CUTE_DEVICE void combine_maxima(float (&maxima)[kRows]) const {
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      maxima[r] = quad_max(maxima[r]);
-      if (threadIdx.x % 4 == 0) store_shared(slot(own(), r), __float_as_uint(maxima[r]));
-    }
-    wait();
+    for (int r = 0; r < kRows; ++r) maxima[r] = quad_max(maxima[r]);
+    share(maxima);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
@@ -37,11 +34,8 @@ class SharedRowStatistics {
   // the warps must have read the maxima of the last KV block.
   CUTE_DEVICE void add_up(float (&sums)[kRows]) const {
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      sums[r] = quad_sum(sums[r]);
-      if (threadIdx.x % 4 == 0) store_shared(slot(own(), r), __float_as_uint(sums[r]));
-    }
-    wait();
+    for (int r = 0; r < kRows; ++r) sums[r] = quad_sum(sums[r]);
+    share(sums);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
@@ -57,6 +51,15 @@ class SharedRowStatistics {
   }
 
  private:
+  // Stores a number for each row, which the lanes of a quad have in common, and waits for those of
+  // the other warps.
+  CUTE_DEVICE void share(float const (&numbers)[kRows]) const {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      if (threadIdx.x % 4 == 0) store_shared(slot(own(), r), __float_as_uint(numbers[r]));
+    }
+    wait();
+  }
   CUTE_DEVICE static int own() { return int(threadIdx.x) / kWarpSize / Grid::kRowWarps; }
   CUTE_DEVICE uint32_t slot(int warp, int r) const {
     return shared_ + (warp * kTileRows + Grid::element_row(2 * (r % 2), r / 2)) * 4;
