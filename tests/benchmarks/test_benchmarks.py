@@ -233,14 +233,19 @@ class Launches:
     clock: Clock
     seconds: float = 2.0
     left: int = 10**9
+    interrupted: int = -1
+    """The launch during which the system does something else."""
     calls = 1
     waiting = 1.0
+    launched = 0
 
     def launch(self):
         self.left -= 1
         if self.left < 0:
             raise RuntimeError("out of memory\nat length")
         self.clock.now += self.waiting + self.seconds
+        self.clock.now += 100.0 * (self.launched == self.interrupted)
+        self.launched += 1
         self.waiting = 0.0
 
     def wait(self):
@@ -259,12 +264,14 @@ def test_measure_keeps_going_without_a_failing_program(timing):
     programs = {
         "good": Launches(clock),
         "early": Launches(clock, left=0),
-        "late": Launches(clock, left=timing.WARM_UP_LAUNCHES + 6),
+        "late": Launches(clock, left=timing.WARM_UP_LAUNCHES + timing.LAUNCHES_TO_ESTIMATE + 5),
+        "interrupted": Launches(clock, interrupted=timing.WARM_UP_LAUNCHES),
         "short": Launches(clock, seconds=0.0),
     }
     outcomes = timing.measure(programs, rounds=3, batch_seconds=9.0)
     # Neither the host's work before the first launch counts nor the launch before the batch.
     assert outcomes["good"] == timing.Timing((2.0, 2.0, 2.0), launches=3, calls=1)
+    assert outcomes["interrupted"] == outcomes["good"]
     assert outcomes["early"] == outcomes["late"] == timing.Failure("RuntimeError: out of memory")
     assert "lengthen" in outcomes["short"].reason
 
