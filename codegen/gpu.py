@@ -63,6 +63,32 @@ SM90 = Gpu("sm_90, sm_100, sm_103, sm_110", 227 * 1024)
 _BY_CAPABILITY = {75: SM75, 80: SM80, 87: SM80, 90: SM90, 100: SM90, 103: SM90, 110: SM90}
 
 
+_MULTIPROCESSORS = {
+    75: 40,  # T4
+    80: 108,  # A100
+    86: 84,  # A40, RTX A6000
+    87: 16,  # Orin
+    89: 128,  # RTX 4090
+    90: 132,  # H100, H200
+    100: 148,  # B200
+    103: 148,  # B300
+    110: 20,  # Thor
+    120: 170,  # RTX 5090
+    121: 48,  # GB10
+}
+
+
+def multiprocessors(arch: str) -> int:
+    """The SMs of a typical GPU of ``arch``. A program is lowered before its device is known, so
+    this number decides how work is divided; what is launched is limited to the device
+    (ffi/src/splits.cc).
+
+    >>> multiprocessors("compute_80"), multiprocessors("sm_90a")
+    (108, 132)
+    """
+    return _MULTIPROCESSORS.get(archs.capability(arch), _MULTIPROCESSORS[90])
+
+
 def of(arch: str) -> Gpu:
     """The GPU of ``arch``.
 

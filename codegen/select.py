@@ -12,14 +12,26 @@ from jax_memeff.codegen import features, gpu
 from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.kernels.common.base import LARGE_DIM
+from jax_memeff.codegen.kernels.sm80 import split
+from jax_memeff.codegen.kernels.sm90 import backward as wgmma_backward
+from jax_memeff.codegen.kernels.sm90 import base as wgmma
+from jax_memeff.codegen.kernels.sm90 import forward as wgmma_forward
 from jax_memeff.codegen.problem import (
     F32_DTYPES,
     REQUIRED_DIRECTIONS,
     Dtype,
     Problem,
 )
+from jax_memeff.codegen.sizes import Sizes, ceil_div
 from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec, Row
-from jax_memeff.codegen.strategy import ONE_TILE_FEATURES, PLAIN, QUERY_ROWS, Strategy, of_direction
+from jax_memeff.codegen.strategy import (
+    PLAIN,
+    QUERY_ROWS,
+    QueryRows,
+    Strategy,
+    forced,
+    of_direction,
+)
 from jax_memeff.codegen.support import (
     family_reasons,
     has_room,
@@ -47,6 +59,11 @@ CLOSURE_DIMS = tuple(
 )
 """The head dims of ``closure``: ``TUNED_DIMS``, and those that only one kernel serves."""
 
+_PLAIN_ROWS = 128
+"""The rows of most tiles of a forward."""
+_SPLIT_ROWS = 64
+"""Up to this many query rows of a key head, half of a plain tile would be empty."""
+
 _COMMON_BIAS = {"bias": AskedBias("16", "common")}
 
 _STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
@@ -56,7 +73,7 @@ _STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
     *((alone, Strategy(query_rows="128")) for alone in features.BIAS.alone),
     *(
         (alone, Strategy(query_rows="256"))
-        for feature in ONE_TILE_FEATURES
+        for feature in wgmma_forward.ONE_TILE_FEATURES
         for alone in feature.alone
     ),
     ({"varlen": True}, Strategy(query_rows="consumer_groups")),
@@ -91,6 +108,51 @@ _TANGENT_FEATURES: tuple[Mapping[str, Any], ...] = (
     *(alone for feature in features.FEATURES for alone in feature.alone),
     features.together(),
 )
+
+
+def choose(problem: Problem, sizes: Sizes, multiprocessors: int) -> Strategy:
+    """The strategy for a call of these sizes on a GPU with this many multiprocessors.
+
+    >>> plain = Problem("forward", "bf16", 64, 64, "sm_90a")
+    >>> choose(plain, Sizes(batch=1, queries=1, keys=4096, heads=32, key_heads=8), 132)
+    Strategy(query_rows='16', split_q=False, mma_sync=False)
+    """
+    if (strategy := forced(problem.direction)) is not None:
+        return strategy
+    if problem.direction == "tangent":
+        return PLAIN
+    if problem.dtype in F32_DTYPES:
+        return Strategy(mma_sync=wgmma.prefers_mma_sync(sizes, multiprocessors))
+    if problem.direction == "forward":
+        return Strategy(query_rows=_query_rows(problem, sizes, multiprocessors))
+    ordered = problem[features.DETERMINISTIC] and "query" in problem.needs_grad
+    splits = wgmma_backward.q_splits(problem[features.MASK], sizes, multiprocessors, ordered)
+    return Strategy(split_q=splits > 1)
+
+
+def _query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRows | None:
+    """Which forward has the least time: plain tiles, tiles whose keys are split over consumer
+    groups or over CTAs, or tiles that the queries fill.
+    """
+    if rows := split.required_rows(problem, sizes, multiprocessors):
+        return rows
+    tiles = sizes.batch * sizes.heads * ceil_div(sizes.queries, _PLAIN_ROWS)
+    leaves_half_idle = 2 * tiles <= multiprocessors
+    has_groups = gpu.has_wgmma(problem.arch) and leaves_half_idle
+    is_packed = problem[features.VARLEN] and not problem.asks(features.PAGES)
+    if is_packed or problem[features.ROW_MAXIMA]:
+        # Partial results have no maxima.
+        return "consumer_groups" if has_groups else None
+    if rows := split.few_rows(problem, sizes):
+        return rows
+    split_time = split.split_time(problem, sizes, multiprocessors)
+    if has_groups and wgmma_forward.consumer_groups_time(sizes, multiprocessors) <= split_time:
+        return "consumer_groups"
+    # If many heads share a key head, a tile of one head has few rows.
+    is_faster = split_time < ceil_div(tiles, multiprocessors) * sizes.keys
+    if split.packed_rows(problem, sizes) <= _SPLIT_ROWS or leaves_half_idle or is_faster:
+        return "64"
+    return wgmma_forward.rows_to_fill(problem, sizes)
 
 
 def select(problem: Problem, strategy: Strategy = PLAIN) -> KernelSpec:

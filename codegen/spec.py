@@ -5,10 +5,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
+from jax_memeff.codegen import gpu
 from jax_memeff.codegen.functions.sums import MOST_STRIPS
+from jax_memeff.codegen.gpu import Gpu
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.strategy import Strategy
 
@@ -127,8 +129,22 @@ class Kernel(abc.ABC):
         return f"kernels/{self.header or self.stem}.cuh"
 
     @abc.abstractmethod
+    def dims(self) -> Iterable[tuple[int, int]]:
+        """The padded head dims of query and value that it is compiled for."""
+
+    @abc.abstractmethod
+    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Iterable[Tile]:
+        """Tiles for a problem on a GPU, the fastest first, if query and value are padded to these
+        dims. The first whose shared memory fits the GPU and whose registers suffice for the
+        features of the problem is chosen. They do not depend on sizes, which are run-time values.
+        """
+
     def rows(self, problem: Problem) -> Iterator[Row]:
-        """The tiles for the architecture, dtype and direction of a problem, in order."""
+        """The tiles for all padded head dims."""
+        own = gpu.of(problem.arch)
+        for padded in self.dims():
+            for tile in self.configure(problem, own, padded):
+                yield Row(*padded, tile)
 
     @abc.abstractmethod
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:

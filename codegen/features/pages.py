@@ -27,12 +27,22 @@ INVARIANT_COLUMNS = 256
 """If results are batch invariant, sums over keys are formed in segments of this length, which begin
 at its multiples."""
 
+_MOST_SEGMENT_BYTES = 1 << 27
+
 _XLA = "pass implementation='xla'"
 
 
 def segments(keys: int) -> int:
     """The number of segments of a batch-invariant call; ``kernels/sm90/latent.py`` has its own."""
     return -(-keys // INVARIANT_COLUMNS)
+
+
+def most_segments(outputs: int) -> int:
+    """The segments of a batch-invariant call for which there is memory, with ``outputs`` numbers
+    for each of them. If they do not suffice, CTAs do not divide the keys of a tile, which changes
+    no bit.
+    """
+    return _MOST_SEGMENT_BYTES // (4 * max(outputs, 1))
 
 
 class AskedPages(NamedTuple):

@@ -77,8 +77,8 @@ long long fastest_splits(long long blocks, long long key_tiles, long long most, 
   return best;
 }
 
-// The most CTAs for each SM that divide Q blocks: as many as codegen/strategy.py asks for. Under a
-// causal mask the first KV block has twice the mean work.
+// The most CTAs for each SM that divide Q blocks: as many as codegen/kernels/sm90/backward.py asks
+// for. Under a causal mask the first KV block has twice the mean work.
 int most_ctas_per_sm(MaskParams const& mask) {
   bool const is_left_bounded = std::min(mask.top_left_left, mask.bottom_right_left) < kUnbounded;
   bool const is_right_bounded = std::min(mask.top_left_right, mask.bottom_right_right) < kUnbounded;

@@ -29,9 +29,9 @@ from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import block_mask as block_masks
 from jax_memeff._cuda import functions
 from jax_memeff._cuda.problem import sizes_of
+from jax_memeff.codegen import gpu
 from jax_memeff.codegen.launch import BlockMask, Workspace
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.strategy import MULTIPROCESSORS
 
 ROW_STATISTICS = (1, 2, 0)
 """The layout of logsumexps, minor to major: [B, T, N] for users and [B, N, T] in memory."""
@@ -152,8 +152,8 @@ def of_workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec
     """
     sizes = sizes_of(avals, options.divisors)
     largest: dict[str, Workspace] = {}
-    for spec in specs.values():
-        for workspace in spec.kernel.workspaces(spec, sizes, MULTIPROCESSORS):
+    for arch, spec in specs.items():
+        for workspace in spec.kernel.workspaces(spec, sizes, gpu.multiprocessors(arch)):
             other = largest.get(workspace.name, workspace)
             shape = tuple(map(max, zip(workspace.shape, other.shape, strict=True)))
             largest[workspace.name] = workspace._replace(shape=shape)

@@ -23,11 +23,10 @@ from jax_memeff._cuda.buffers import Buffer
 from jax_memeff._cuda.export import register_targets
 from jax_memeff._cuda.problem import KernelCall, bias_alignment, sizes_of
 from jax_memeff.codegen import arch as architectures
-from jax_memeff.codegen import features
+from jax_memeff.codegen import features, gpu
 from jax_memeff.codegen.problem import Direction
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.strategy import MULTIPROCESSORS
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.errors import UnsupportedError
 
@@ -229,7 +228,8 @@ def of_kernel(
     captured = [
         number for array in spec.captured_arrays for number in (places[array.name], array.alignment)
     ]
-    memory = [*spec.captured_arrays, *spec.kernel.workspaces(spec, sizes, MULTIPROCESSORS)]
+    workspaces = spec.kernel.workspaces(spec, sizes, gpu.multiprocessors(arch))
+    memory = [*spec.captured_arrays, *workspaces]
     zeroed = [places[array.name] for array in memory if array.zeroed and array.name in places]
     tile = spec.tile
     kernel = [architectures.capability(arch), arch.startswith("compute_")]

@@ -27,7 +27,7 @@ from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._cuda import buffers
 from jax_memeff._cuda.buffers import Buffer
 from jax_memeff._cuda.custom_call import UNBOUNDED
-from jax_memeff.codegen.strategy import FEW_ROWS
+from jax_memeff.codegen.kernels.sm80.split import FEW_ROWS
 
 # ``kNoGap`` of ffi/include/memeff/params.h
 _NO_GAP = -UNBOUNDED

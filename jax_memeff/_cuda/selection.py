@@ -17,8 +17,8 @@ from jax_memeff._call.values import require_static
 from jax_memeff._cuda import buffers, paged_calls
 from jax_memeff._cuda.problem import KernelCall, problem_of, sizes_of
 from jax_memeff.codegen import arch as architectures
-from jax_memeff.codegen import strategy
-from jax_memeff.codegen.select import select
+from jax_memeff.codegen import gpu
+from jax_memeff.codegen.select import choose, select
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.errors import UnsupportedError
@@ -90,7 +90,7 @@ def on_architecture(call: KernelCall, arch: str) -> KernelSpec:
     """The kernel of a call on one architecture."""
     problem = problem_of(call, arch)
     sizes = sizes_of(call.operands, call.options.divisors)
-    return select(problem, strategy.choose(problem, sizes, strategy.MULTIPROCESSORS))
+    return select(problem, choose(problem, sizes, gpu.multiprocessors(arch)))
 
 
 def _require_lengths(avals: Operands) -> None:

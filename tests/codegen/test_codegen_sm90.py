@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from problems import SIZES, ctas, key_tiles, problem, row_tiles
 
-from jax_memeff.codegen import emit, gpu, select, strategy, support
+from jax_memeff.codegen import emit, gpu, select, support
 from jax_memeff.codegen.features import BOOLEAN, SEGMENTS, AskedBias
 from jax_memeff.codegen.features.bias import gradient
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
+from jax_memeff.codegen.kernels.sm90 import backward
 from jax_memeff.codegen.kernels.sm90.base import dbias_bytes_and_stages
 from jax_memeff.codegen.kernels.sm90.forward import FmhaFwdSm90
 from jax_memeff.codegen.kernels.sm90.two_kernel_backward import FmhaBwdTwoKernelSm90
@@ -107,7 +108,7 @@ def test_few_kv_blocks_use_split_q():
 def test_q_splits_fill_the_gpu_and_have_enough_q_blocks(sizes, shares):
     heads = sizes.get("heads", 8)
     usual = {"batch": 1, "queries": 1024, "keys": 1024, "heads": heads, "key_heads": heads}
-    assert strategy.q_splits("none", Sizes(**{**usual, **sizes}), 132) == shares
+    assert backward.q_splits("none", Sizes(**{**usual, **sizes}), 132) == shares
 
 
 GROUPED = {
@@ -139,8 +140,8 @@ GROUPED = {
 )
 def test_ctas_that_order_additions_divide_more_groups(sizes, splits):
     found = Sizes(**{**GROUPED, **sizes})
-    assert strategy.q_splits("causal", found, 132, ordered=True) == splits
-    assert strategy.q_splits("none", found, 132, ordered=True) == 1
+    assert backward.q_splits("causal", found, 132, ordered=True) == splits
+    assert backward.q_splits("none", found, 132, ordered=True) == 1
     assert 2 * splits <= max(2, found.group)
 
 
@@ -170,9 +171,9 @@ def test_ctas_that_order_additions_divide_more_groups(sizes, splits):
 def test_ctas_divide_the_query_heads_of_large_groups_under_causal_masks(sizes, splits):
     """The partial sums of dk and dv then need at most as much memory as the sums of dq."""
     found = Sizes(**{**GROUPED, **sizes})
-    assert strategy.q_splits("causal", found, 132) == splits
+    assert backward.q_splits("causal", found, 132) == splits
     assert 2 * splits <= max(2, found.group)
-    assert strategy.q_splits("window", found, 132) == 1
+    assert backward.q_splits("window", found, 132) == 1
 
 
 @pytest.mark.parametrize(
@@ -183,9 +184,9 @@ def test_few_causal_kv_blocks_with_many_q_blocks_get_two_ctas_for_each_sm(
     heads, length, causal, full
 ):
     few = Sizes(batch=1, queries=length, keys=length, heads=heads, key_heads=heads)
-    assert strategy.q_splits("causal", few, 132) == causal
-    assert strategy.q_splits("none", few, 132) == full
-    assert strategy.q_splits("causal", few, 132, ordered=True) == 1
+    assert backward.q_splits("causal", few, 132) == causal
+    assert backward.q_splits("none", few, 132) == full
+    assert backward.q_splits("causal", few, 132, ordered=True) == 1
 
 
 def test_hopper_kernels_come_first_and_give_reasons():

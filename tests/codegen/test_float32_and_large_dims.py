@@ -8,7 +8,7 @@ from jax_memeff.codegen.features import VARLEN, AskedBias
 from jax_memeff.codegen.kernels.sm90.forward import Tile
 from jax_memeff.codegen.kernels.sm90.large_dim_backward import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.strategy import PLAIN, Strategy, choose
+from jax_memeff.codegen.strategy import PLAIN, Strategy
 
 pytestmark = pytest.mark.quick
 
@@ -100,7 +100,7 @@ def test_float32_calls_that_read_keys_once_do_not_split_them(sizes, family):
     found = Sizes(**{**usual, **sizes})
     for direction in ("forward", "backward"):
         asked = problem(direction, "f32", 128, arch="sm_90a")
-        assert select.select(asked, choose(asked, found, 132)).family == family
+        assert select.select(asked, select.choose(asked, found, 132)).family == family
 
 
 @pytest.mark.parametrize(

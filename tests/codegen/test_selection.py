@@ -19,6 +19,11 @@ from jax_memeff.codegen.spec import SPEC_DTYPES
 from jax_memeff.codegen.strategy import Strategy
 from jax_memeff.errors import UnsupportedError
 
+
+def query_rows(*call: Any) -> strategy.QueryRows | None:
+    return select.choose(*call).query_rows
+
+
 _FUNCTION = FUNCTIONS.support[0].problems[0]["functions"]
 
 
@@ -66,8 +71,8 @@ def test_heads_of_a_group_share_a_tile(features, packs):
     four, sixteen = (
         Sizes(batch=64, queries=4, keys=4096, heads=32, key_heads=heads) for heads in (8, 2)
     )
-    assert strategy.query_rows(asked, four, 132) == "16"
-    assert strategy.query_rows(asked, sixteen, 132) == ("64" if packs else "16")
+    assert query_rows(asked, four, 132) == "16"
+    assert query_rows(asked, sixteen, 132) == ("64" if packs else "16")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,7 @@ def test_queries_that_fill_a_tile(asked, filled):
     for queries in lengths:
         sizes = Sizes(batch=64, queries=queries, keys=queries, heads=16, key_heads=16)
         own = problem(arch="sm_90a", **{"head_dim": 64, **asked})
-        if rows := strategy.query_rows(own, sizes, 132):
+        if rows := query_rows(own, sizes, 132):
             found[rows] = (*found.get(rows, ()), queries)
     assert found == filled
 
@@ -113,14 +118,14 @@ def test_queries_that_fill_a_tile(asked, filled):
 def test_long_keys_have_no_tile_of_256_rows(asked, rows):
     sizes = Sizes(batch=64, queries=197, keys=4097, heads=16, key_heads=16)
     own = problem(arch="sm_90a", **{"head_dim": 64, **asked})
-    assert strategy.query_rows(own, sizes, 132) == rows
+    assert query_rows(own, sizes, 132) == rows
 
 
 def test_row_counts_of_split_kernels():
     def rows(batch, queries, heads, group, keys=1024, multiprocessors=132, **asked):
         key_heads = heads // group
         sizes = Sizes(batch=batch, queries=queries, keys=keys, heads=heads, key_heads=key_heads)
-        return strategy.query_rows(problem(**asked), sizes, multiprocessors)
+        return query_rows(problem(**asked), sizes, multiprocessors)
 
     assert [rows(64, queries, 8, 1) for queries in (1, 16, 17, 64, 65)] == [
         "16", "16", "64", "64", None,
@@ -246,10 +251,10 @@ def test_every_tile_has_a_reason():
 def test_row_maxima_are_those_of_a_forward_that_does_not_split_the_keys():
     asked = problem(head_dim=64, row_maxima=True)
     sizes = Sizes(batch=1, queries=1, keys=4096, heads=8, key_heads=8)
-    assert strategy.choose(problem(head_dim=64), sizes, 132).query_rows == "16"
-    assert strategy.choose(asked, sizes, 132) == strategy.PLAIN
+    assert select.choose(problem(head_dim=64), sizes, 132).query_rows == "16"
+    assert select.choose(asked, sizes, 132) == strategy.PLAIN
     on_hopper = dataclasses.replace(asked, arch="sm_90a")
-    assert strategy.choose(on_hopper, sizes, 132).query_rows == "consumer_groups"
+    assert select.choose(on_hopper, sizes, 132).query_rows == "consumer_groups"
     reasons = [
         why for spec, why in select.explain(asked, Strategy("16")) if spec.kernel.splits_keys
     ]
@@ -309,7 +314,7 @@ def test_tiles_that_queries_fill():
     def rows(queries, head_dim=64, **features):
         asked = problem(head_dim=head_dim, value_dim=head_dim, arch="sm_90a", **features)
         sizes = Sizes(batch=64, queries=queries, keys=queries, heads=12, key_heads=12)
-        return select.select(asked, strategy.choose(asked, sizes, 132)).tile.query
+        return select.select(asked, select.choose(asked, sizes, 132)).tile.query
 
     lengths = (128, 192, 193, 197, 256, 257, 512)
     assert [rows(queries) for queries in lengths] == [192, 192, 256, 256, 128, 192, 192]
@@ -329,7 +334,7 @@ def test_batch_invariant_steps_over_long_keys_divide_segments():
 
     def rows(batch, queries, keys):
         sizes = Sizes(batch=batch, queries=queries, keys=keys, heads=32, key_heads=8)
-        return strategy.query_rows(asked, sizes, 132)
+        return query_rows(asked, sizes, 132)
 
     assert rows(4, 1, 65536) == "16"
     assert rows(1, 1, 4096) == "64"  # a segment for each SM

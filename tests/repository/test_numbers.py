@@ -12,9 +12,11 @@ from jax_memeff._call import sequences
 from jax_memeff._call.mask import block_mask
 from jax_memeff._command import models
 from jax_memeff._cuda import block_mask as block_masks_of_kernels
-from jax_memeff.codegen import select, strategy
+from jax_memeff.codegen import gpu, select
+from jax_memeff.codegen.features import pages
 from jax_memeff.codegen.features.pages import INVARIANT_COLUMNS
 from jax_memeff.codegen.kernels.common.base import LARGE_DIM
+from jax_memeff.codegen.kernels.sm80 import split
 from jax_memeff.codegen.kernels.sm90 import backward, large_dim_backward, large_dim_forward, latent
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.spec import SPEC_GRADIENTS
@@ -49,8 +51,8 @@ def constants(header: str, *names: str) -> list[float]:
 
 
 LARGEST_LARGE = [
-    max(head for head, _ in large_dim_forward.TILES),
-    max(value for _, value in large_dim_forward.TILES),
+    max(head for head, _ in large_dim_forward.DIMS),
+    max(value for _, value in large_dim_forward.DIMS),
 ]
 STATED = [
     ("docs/support.md", r"up to head dim (\d+) and value dim (\d+), without bias", LARGEST_LARGE),
@@ -62,11 +64,11 @@ STATED = [
         [latent.HEAD_DIM, latent.VALUE_DIM],
     ),
     ("docs/support.md", r"head dims from 257 to (\d+)", [LARGE_DIM]),
-    ("docs/guide/memory.md", r"at most (\d+) tiles\. ", [strategy.MOST_SPLIT_BLOCKS]),
+    ("docs/guide/memory.md", r"at most (\d+) tiles\. ", [split._MOST_CTAS]),
     (
         "docs/guide/memory.md",
         r"at most (\d+) tiles of (\d+) keys",
-        [strategy.MULTIPROCESSORS, backward.TILES[128][0].key],
+        [gpu.multiprocessors("sm_90a"), backward.TILES[128][0].key],
     ),
     ("docs/deployment/jit.md", r"Beyond (\d+) MiB", [program_cache.MAX_BYTES // 2**20]),
     (
@@ -79,7 +81,7 @@ STATED = [
         r"a part is a single element up to ([\d,]+) rows and columns",
         [block_mask._MOST_EVALUATIONS**0.5],
     ),
-    ("docs/guide/serving.md", r"must fit in (\d+) MiB", [strategy._MOST_SEGMENT_BYTES // 2**20]),
+    ("docs/guide/serving.md", r"must fit in (\d+) MiB", [pages._MOST_SEGMENT_BYTES // 2**20]),
     ("docs/guide/serving.md", r"in segments of (\d+), in ascending", [INVARIANT_COLUMNS]),
     ("docs/architecture.md", r"absolute multiples of (\d+) and add up", [INVARIANT_COLUMNS]),
     (
@@ -116,8 +118,7 @@ def test_numbers_are_those_of_the_code(page, pattern, expected):
 
 @pytest.mark.quick
 def test_large_head_dims_have_the_same_limit_in_both_directions():
-    rows = large_dim_backward.ROWS
-    assert [max(row[0] for row in rows), max(row[1] for row in rows)] == LARGEST_LARGE
+    assert [*map(max, zip(*large_dim_backward.TILES, strict=True))] == LARGEST_LARGE
 
 
 def padded_dims(arch: str) -> set[int]:

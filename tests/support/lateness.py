@@ -21,8 +21,10 @@ from jax_memeff.codegen.kernels.sm90.f16x3_forward import FmhaFwdF16x3Sm90
 from jax_memeff.codegen.kernels.sm90.forward import FmhaFwdSm90
 from jax_memeff.codegen.kernels.sm90.large_dim_backward import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.kernels.sm90.large_dim_forward import FmhaFwdLargeDimSm90
+from jax_memeff.codegen.kernels.sm90.large_dim_forward import Tile as LargeDimTile
 from jax_memeff.codegen.kernels.sm90.tangent import FmhaTangentSm90
-from jax_memeff.codegen.spec import KernelSpec, Row
+from jax_memeff.codegen.sizes import ceil_div
+from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import PLAIN, Strategy, using
 
 SMALLEST_KEY_TILE = 32
@@ -48,51 +50,56 @@ def set_stages(stages: int | None) -> Iterator[None]:
             yield
         return
     with pytest.MonkeyPatch.context() as patch, using(forward=PLAIN):
-        for kernel in (FmhaFwdSm90, FmhaFwdF16x3Sm90):
+        for kernel in (FmhaFwdSm90, FmhaFwdF16x3Sm90, FmhaTangentSm90):
             rows = kernel.tiles.items()
-            patch.setattr(kernel, "tiles", {dim: _fitting(row, stages) for dim, row in rows})
+            patch.setattr(kernel, "tiles", {dims: _fitting(row, stages) for dims, row in rows})
         if stages == 1:
-            large = {
-                (head, value): dataclasses.replace(
-                    tile, stages=head // 64 // tile.column_ctas, value_stages=1
-                )
-                for (head, value), tile in FmhaFwdLargeDimSm90.tiles.items()
-            }
+            rows = FmhaFwdLargeDimSm90.tiles.items()
+            large = {dims: _with_one_kv_block(dims, row) for dims, row in rows}
             patch.setattr(FmhaFwdLargeDimSm90, "tiles", large)
-            small = tuple(_with_fewest_panels(row) for row in FmhaBwdLargeDimSm90.table)
-            patch.setattr(FmhaBwdLargeDimSm90, "table", small)
-        rows = FmhaTangentSm90.tiles.items()
-        patch.setattr(FmhaTangentSm90, "tiles", {dim: _fitting(row, stages) for dim, row in rows})
+            rows = FmhaBwdLargeDimSm90.tiles.items()
+            small = {dims: _staged(row, _fewest_panels(dims)) for dims, row in rows}
+            patch.setattr(FmhaBwdLargeDimSm90, "tiles", small)
         rows = FmhaBwdSm90.tiles.items()
-        patch.setattr(FmhaBwdSm90, "tiles", {dim: _staged(row, stages) for dim, row in rows})
+        patch.setattr(FmhaBwdSm90, "tiles", {dims: _staged(row, stages) for dims, row in rows})
         yield
 
 
-def _with_fewest_panels(row: Row) -> Row:
-    """Two blocks of the larger dim. The rings of both dims have as many panels as the smaller one
-    has in all of its stages.
+def _with_one_kv_block(dims: tuple[int, int], row: Sequence[WgmmaTile]) -> list[WgmmaTile]:
+    found = []
+    for tile in row:
+        assert isinstance(tile, LargeDimTile)
+        panels = dims[0] // 64 // tile.column_ctas
+        found.append(dataclasses.replace(tile, stages=panels, value_stages=1))
+    return found
+
+
+def _fewest_panels(dims: tuple[int, int]) -> int:
+    """The stages for two blocks of the larger dim. The rings of both dims have as many panels as
+    the smaller one has in all of its stages.
     """
-    head, value = row.padded_head_dim, row.padded_value_dim
-    stages = -(-2 * max(head, value) // min(head, value))
-    return row._replace(tile=dataclasses.replace(row.tile, stages=stages))
+    return ceil_div(2 * max(dims), min(dims))
 
 
 def _staged(row: Sequence[WgmmaTile], stages: int) -> list[WgmmaTile]:
     return [dataclasses.replace(tile, stages=stages) for tile in row]
 
 
-def _fitting(row: Sequence[PersistentTile], stages: int) -> list[PersistentTile]:
+def _fitting(row: Sequence[WgmmaTile], stages: int) -> list[WgmmaTile]:
     """The tiles with this many stages, and smaller ones in case those do not fit."""
-    large = [dataclasses.replace(tile, stages=stages) for tile in row]
-    medium = [dataclasses.replace(tile, query_stages=1) for tile in large]
+    large = _staged(row, stages)
+    medium = []
+    for tile in large:
+        assert isinstance(tile, PersistentTile)
+        medium.append(dataclasses.replace(tile, query_stages=1))
     small = [dataclasses.replace(tile, key=SMALLEST_KEY_TILE) for tile in medium]
     return [*large, *medium, *small]
 
 
 def has_backward(case: Case) -> bool:
     """Whether a case without a bias has a Hopper backward."""
-    row = FmhaBwdLargeDimSm90.table[-1]
-    fits = row.padded_head_dim >= case.H and row.padded_value_dim >= case.value_dim
+    head, value = max(FmhaBwdLargeDimSm90.tiles)
+    fits = head >= case.H and value >= case.value_dim
     return case.dtype != "float32" and fits
 
 

@@ -119,6 +119,11 @@ class Backward(Kernel):
         return slices * rows * round_up(sizes.keys, spec.tile.key)
 
 
+def pack_heads(problem: Problem) -> bool:
+    """Whether a tile of a split forward has rows of all query heads that share a key head."""
+    return not any(feature.separates_heads(problem) for feature in FEATURES)
+
+
 def has_token_grid(spec: KernelSpec) -> bool:
     """Whether grids cover only the tiles that the tokens of packed sequences fill. A kernel that
     writes every element of a bias gradient also processes tiles beyond the lengths.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features import EXACT_DELTA, FUNCTIONS
 from jax_memeff.codegen.features.feature import Constant, CppType
-from jax_memeff.codegen.gpu import Gpu
 from jax_memeff.codegen.kernels.common.base import (
     EVERY_MASK,
     EVERY_MODIFIER,
@@ -25,7 +23,7 @@ from jax_memeff.codegen.kernels.common.base import (
 )
 from jax_memeff.codegen.launch import BlockMask, EntryPoint, Grid
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.spec import Kernel, KernelSpec, Row
+from jax_memeff.codegen.spec import Kernel, KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
 COLUMN_STEP_BYTES = 128
@@ -54,22 +52,11 @@ class MmaKernel(Kernel):
     """An mma.sync kernel, for every architecture from sm_75 on."""
 
     family = "sm80"
-    dims: ClassVar[tuple[tuple[int, int], ...]] = tuple(itertools.product(PADDED_DIMS, PADDED_DIMS))
     warp_rows: ClassVar[tuple[int, ...]] = (16, 32)
     """How many rows of a product a warp may own."""
 
-    @abc.abstractmethod
-    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Iterable[MmaTile]:
-        """Tiles for a problem on a GPU, the fastest first, if query and value are padded to these
-        dims. The first whose shared memory fits the GPU and whose registers suffice for the
-        features of the problem is chosen. They do not depend on sizes, which are run-time values.
-        """
-
-    def rows(self, problem: Problem) -> Iterator[Row]:
-        own = gpu.of(problem.arch)
-        for padded in self.dims:
-            for tile in self.configure(problem, own, padded):
-                yield Row(*padded, tile)
+    def dims(self) -> Iterable[tuple[int, int]]:
+        return itertools.product(PADDED_DIMS, PADDED_DIMS)
 
     def threads(self, spec: KernelSpec) -> int:
         return 32 * mma_tile(spec).warps
@@ -122,7 +109,9 @@ class LargeDimKernel(MmaKernel):
 
     reads_bias_by_elements = True
     moves_unaligned_rows_in_pieces = True
-    dims = ((LARGE_DIM, LARGE_DIM),)
+
+    def dims(self) -> Iterable[tuple[int, int]]:
+        return ((LARGE_DIM, LARGE_DIM),)
 
     def reads_block_mask(self, spec: KernelSpec) -> bool:
         """False for segment ids and boolean masks without a mask function: that case has not run on

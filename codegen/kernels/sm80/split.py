@@ -9,17 +9,85 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from jax_memeff.codegen import gpu, shared_memory, strategy
+from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features import FUNCTIONS, PAGES, VARLEN, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.gpu import Gpu
-from jax_memeff.codegen.kernels.common.base import packed_row_tiles, query_tiles, stage
+from jax_memeff.codegen.kernels.common.base import pack_heads, packed_row_tiles, query_tiles, stage
 from jax_memeff.codegen.kernels.sm80.base import MmaKernel, MmaTile
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
-from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.sizes import Sizes, ceil_div
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import QueryRows, Strategy
+
+FEW_ROWS = 16
+"""The rows of the smallest tile, which holds one token of all query heads of a key head."""
+
+_DRAFT_ROWS = 32
+"""The rows of the tile for a few draft tokens. Only tiles with rows of several heads use it: a tile
+of one head may have a block mask, for which warps with 32 rows have no registers.
+"""
+
+_ROWS = 64
+
+_MOST_CTAS = 512
+"""The most CTAs with partial results: the largest GPUs then have a few for each SM."""
+
+_LEAST_SEGMENTS = 3
+"""The least number of segments for each SM with which warps take whole segments. With fewer, some
+warps would have none."""
+
+_MMA_SYNC_COST = 2
+"""Relative cost of a key without wgmma: mma.sync reaches half the throughput."""
+
+_COMBINATION = 1024
+"""Cost in keys of the combine kernel and of partial results in global memory: 3 us."""
+
+
+def packed_rows(problem: Problem, sizes: Sizes) -> int:
+    """The query rows that read the keys of one head together."""
+    return sizes.queries * (sizes.group if pack_heads(problem) else 1)
+
+
+def required_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRows | None:
+    """The tile of calls that no other kernel serves: batch-invariant ones, and float8 pools."""
+    pool, few = problem[PAGES], packed_rows(problem, sizes) <= FEW_ROWS
+    if pool.is_invariant:
+        return "16" if few and _takes_segments(problem, sizes, multiprocessors) else "64"
+    if pool.dtype != "query":
+        return "16" if few else "64"
+    return None
+
+
+def few_rows(problem: Problem, sizes: Sizes) -> QueryRows | None:
+    """The tile of a decode step, or of a few draft tokens, whatever the number of keys."""
+    rows = packed_rows(problem, sizes)
+    if rows <= FEW_ROWS:
+        return "16"
+    return "32" if rows <= _DRAFT_ROWS and rows > sizes.queries else None
+
+
+def split_time(problem: Problem, sizes: Sizes, multiprocessors: int) -> float:
+    """The time of CTAs that split the keys, and of the combine kernel, in units of a key in one
+    CTA of the forward.
+    """
+    heads = sizes.key_heads if pack_heads(problem) else sizes.heads
+    tiles = sizes.batch * heads * ceil_div(packed_rows(problem, sizes), _ROWS)
+    return _MMA_SYNC_COST * sizes.keys * tiles / multiprocessors + _COMBINATION
+
+
+def _takes_segments(problem: Problem, sizes: Sizes, multiprocessors: int) -> bool:
+    """Whether the warps of a batch-invariant call have the same few rows and take whole segments.
+    Each segment then has an output in global memory. If there are more tiles than SMs, all SMs have
+    work without that. A kernel for functions has only the tile of 64 rows.
+    """
+    if problem[PAGES].dtype != "query" or problem.asks(FUNCTIONS):
+        return False
+    tiles, segments = sizes.batch * sizes.key_heads, pages.segments(sizes.keys)
+    outputs = sizes.batch * sizes.heads * sizes.queries * problem.value_dim
+    enough = tiles * segments // multiprocessors >= _LEAST_SEGMENTS
+    return tiles <= multiprocessors and enough and segments <= pages.most_segments(outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,8 +294,8 @@ class FmhaFwdSplitSm80(MmaKernel):
             reasons.append("its warps have different segments, which it supports for 16 bits only")
         return reasons + super().reasons(spec, problem, strategy)
 
-    def completed(self, spec: KernelSpec, problem: Problem, strategy_: Strategy) -> KernelSpec:
-        return dataclasses.replace(spec, pack_heads=strategy.pack_heads(problem))
+    def completed(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> KernelSpec:
+        return dataclasses.replace(spec, pack_heads=pack_heads(problem))
 
     def alignment(self, problem: Problem) -> int:
         return 16
@@ -289,13 +357,13 @@ class FmhaFwdSplitSm80(MmaKernel):
         tile_heads = sizes.key_heads if spec.pack_heads else sizes.heads
         rows = sizes.queries * sizes.heads // max(1, tile_heads)
         tiles = sizes.batch * tile_heads * -(-rows // spec.tile.query)
-        splits = strategy.most_key_splits(tiles, sizes.keys, spec.tile.key)
+        splits = min(_MOST_CTAS // max(1, tiles), ceil_div(sizes.keys, spec.tile.key))
         all_rows = sizes.batch * sizes.heads * sizes.queries
         if spec[PAGES].is_invariant:
             # Each segment has a place, whichever CTA computes it.
             outputs = all_rows * spec.padded_value_dim
             segments = pages.segments(sizes.keys)
-            divides = tiles <= multiprocessors and strategy.segments_fit(segments, outputs)
+            divides = tiles <= multiprocessors and segments <= pages.most_segments(outputs)
             divides = divides or _groups_take_segments(spec)
             splits = segments if divides else 1
         if splits > 1 or _groups_take_segments(spec):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
 
 from jax_memeff.codegen import shared_memory
 from jax_memeff.codegen.features import BIAS, FUNCTIONS, MASK, VARLEN
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.features.mask import MaskKind
 from jax_memeff.codegen.functions.sums import Sum
 from jax_memeff.codegen.kernels.common.base import (
     MASK_MODIFIERS,
@@ -27,8 +28,33 @@ from jax_memeff.codegen.kernels.sm90.base import WARPGROUP_ROWS, WgmmaBackward, 
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec, Row
-from jax_memeff.codegen.strategy import Strategy, q_splits
+from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec
+from jax_memeff.codegen.strategy import Strategy
+
+_KEYS = 128
+"""The keys of every tile below."""
+_LEAST_Q_BLOCKS = 4
+"""Q blocks of 64 rows for each CTA of a split-Q backward; with fewer, the sums take longer."""
+_CAUSAL_CTAS = 2
+"""CTAs for each SM in a causal backward with few KV blocks. The first KV block has twice the mean
+work, so with one CTA for each SM half of the SMs would be idle at the end."""
+_MANY_Q_BLOCKS = 16
+"""The least Q blocks of such a CTA, half of which the mask skips. With 8, it loses 15 to 30 %."""
+_LEAST_GROUP = 4
+"""The least group whose query heads CTAs divide under a causal mask. With two heads per group it
+costs 9 % (H100, T 2048 and 4096)."""
+_LARGE_GROUP = 8
+"""From here on CTAs divide a group whatever the number of KV blocks."""
+_KV_BLOCKS_FOR_FOUR = 8
+"""The most KV blocks for each SM with which four CTAs divide a large group. With more, two give
+most of the gain and take half of the memory."""
+_LEAST_Q_BLOCKS_OF_HEADS = 32
+"""Q blocks of 64 rows for each CTA that takes some heads of a group. The mask skips half of them.
+"""
+_LEAST_ORDERED_Q_BLOCKS = 64
+"""The same if additions to dq have an order. With 32, T 1024 loses 6 % (H100, head dim 128)."""
+_PARTS_A_Q_BLOCK = 2
+"""The number of partial sums of dk and dv that can be read from L2 in the time of one Q block."""
 
 _TICKET_BYTES = 8
 """The ticket is an int; four more bytes align the barriers."""
@@ -177,7 +203,10 @@ TILES: Mapping[int, Sequence[Tile]] = {
         ),
     ),
 }
-"""By the padded head dim of query, key and value."""
+"""By the padded head dim of query, key and value, which must be the same."""
+
+
+_EQUAL_DIMS = {(dim, dim): tiles for dim, tiles in TILES.items()}
 
 
 class FmhaBwdSm90(WgmmaBackward):
@@ -186,12 +215,7 @@ class FmhaBwdSm90(WgmmaBackward):
     stem = "sm90/backward"
     sums_function_gradients = True
     class_name = "FmhaBackwardSm90"
-    tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
-
-    def padded_rows(self) -> Iterator[Row]:
-        for dim, tiles in self.tiles.items():
-            for tile in tiles:
-                yield Row(dim, dim, tile)
+    tiles = _EQUAL_DIMS
 
     def completed(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> KernelSpec:
         return dataclasses.replace(spec, split_q=self._splits_q(spec, strategy))
@@ -376,6 +400,53 @@ class FmhaBwdSm90(WgmmaBackward):
             words += sizes.batch * sizes.key_heads
         if words:
             yield Workspace("semaphores", (words,), "int32")
+
+
+def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int, ordered: bool = False) -> int:
+    """How many CTAs of a backward may share a KV block.
+
+    They divide query heads as far as the number and the group have common divisors, and Q blocks.
+    In packed sequences they divide heads alone, because a Q block may belong to any sequence. So
+    they do if their additions to dq are ``ordered``, because each head has a sequence of its own.
+    The launcher takes fewer for Q blocks on a smaller device (ffi/src/splits.cc).
+
+    >>> q_splits("none", Sizes(batch=1, queries=1024, keys=1024, heads=8, key_heads=8), 132)
+    2
+    >>> q_splits("none", Sizes(batch=2, queries=1024, keys=1024, heads=8, key_heads=8), 132)
+    1
+    >>> q_splits("causal", Sizes(batch=8, queries=4096, keys=4096, heads=32, key_heads=4), 132)
+    4
+    """
+    if not sizes.heads:
+        return 1
+    kv_blocks = sizes.padded_keys(_KEYS) // _KEYS
+    heads = _head_splits(sizes, kv_blocks / multiprocessors, ordered) if mask == "causal" else 1
+    if sizes.packed or ordered:
+        return heads
+    q_blocks = sizes.queries * sizes.group // WARPGROUP_ROWS
+    # A CTA processes q_blocks / splits of them, and the last CTA reads `splits` parts.
+    quickest = math.isqrt(_PARTS_A_Q_BLOCK * q_blocks)
+    idle = min(multiprocessors // max(1, kv_blocks), q_blocks // _LEAST_Q_BLOCKS)
+    uneven = min(_CAUSAL_CTAS * multiprocessors // max(1, kv_blocks), q_blocks // _MANY_Q_BLOCKS)
+    return max(1, min(max(idle, uneven if mask == "causal" else 0), quickest), heads)
+
+
+def _head_splits(sizes: Sizes, kv_blocks_per_sm: float, ordered: bool) -> int:
+    """How many CTAs divide the query heads of a group under a causal mask: the times are in
+    docs/tuning/sm90_backward.md. The partial sums need at most as much memory as the sums of dq. If
+    additions are ``ordered``, large head dims divide any number of KV blocks: CTAs of one head wait
+    for each other, and more heads run at a time.
+    """
+    always = ordered and sizes.head_dim > 64
+    if sizes.group >= _LARGE_GROUP:
+        most = 4 if always or kv_blocks_per_sm <= _KV_BLOCKS_FOR_FOUR else 2
+    else:
+        few = always or kv_blocks_per_sm <= (4 if sizes.head_dim > 64 else 1.5)
+        most = 2 if sizes.group >= _LEAST_GROUP and few else 1
+    queries = (sizes.query_tokens or 0) // max(1, sizes.batch) if sizes.packed else sizes.queries
+    q_blocks = queries * sizes.group // WARPGROUP_ROWS
+    most = min(most, q_blocks // (_LEAST_ORDERED_Q_BLOCKS if ordered else _LEAST_Q_BLOCKS_OF_HEADS))
+    return max([splits for splits in (2, 4) if splits <= most and not sizes.group % splits] or [1])
 
 
 def dq_columns(spec: KernelSpec) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar, TypeVar
 
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features import BIAS, BROADCAST_BATCH, EXACT_DELTA, PAGES, VARLEN
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.gpu import Gpu
 from jax_memeff.codegen.kernels.common.base import (
     EVERY_MASK,
     Backward,
@@ -24,7 +25,7 @@ from jax_memeff.codegen.kernels.common.base import (
 from jax_memeff.codegen.launch import BlockMask, EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
 from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import Kernel, KernelSpec, Row
+from jax_memeff.codegen.spec import Kernel, KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
 WARPGROUP_ROWS = 64
@@ -48,6 +49,8 @@ _TILE_COUNTER_WORDS = 4
 _TILE_RING = 4
 """The slots of the ring of work tiles."""
 _WORK_TILE_BYTES = 16
+
+_FEW_F32_QUERIES = 16
 
 SPLIT_THREADS = 256
 _FACTOR_BYTES = 4
@@ -90,6 +93,9 @@ class WgmmaKernel(Kernel):
     family = "sm90"
     sums_common_bias = False  # the two extra wgmma products cost less than sums in global memory
     takes_f32: ClassVar[bool] = False
+    tiles: ClassVar[Mapping[tuple[int, int], Sequence[WgmmaTile]]]
+    """By padded head dims, the first that serves a problem is chosen. Each row has its figure, and
+    that of the tile that lost."""
 
     def consumer_groups(self, spec: KernelSpec) -> int:
         """The number of consumer groups, which take the KV blocks of their rows in turn."""
@@ -108,11 +114,13 @@ class WgmmaKernel(Kernel):
     def alignment(self, problem: Problem) -> int:
         return 16
 
-    def rows(self, problem: Problem) -> Iterator[Row]:
+    def dims(self) -> Iterable[tuple[int, int]]:
+        return self.tiles
+
+    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Sequence[WgmmaTile]:
         if not gpu.has_wgmma(problem.arch) or problem.dtype == "tf32":
-            return
-        if (problem.dtype == "f32") == self.takes_f32:
-            yield from self.padded_rows()
+            return ()
+        return self.tiles[padded] if (problem.dtype == "f32") == self.takes_f32 else ()
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
         return {"kStages": wgmma_tile(spec).stages}
@@ -123,10 +131,6 @@ class WgmmaKernel(Kernel):
 
     def defines(self, spec: KernelSpec) -> str:
         return "" if set(self.widths(spec)) <= set(_BASIC_COLUMNS) else _EXTENDED_SHAPES
-
-    def padded_rows(self) -> Iterator[Row]:
-        """The rows of the table, for one dtype."""
-        raise NotImplementedError
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
@@ -196,10 +200,6 @@ class F16x3Kernel(WgmmaKernel):
     """
 
     takes_f32 = True
-    tiles: ClassVar[Mapping[int, Sequence[WgmmaTile]]]
-
-    def padded_rows(self) -> Iterator[Row]:
-        yield from rows_of_pairs(self.tiles)
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
@@ -237,8 +237,6 @@ class F16x3Kernel(WgmmaKernel):
 
 class WgmmaBackward(Backward, WgmmaKernel):
     """The common base of the wgmma backward kernels."""
-
-    tiles: ClassVar[Mapping[int, Sequence[WgmmaTile]]]
 
     def has_tma_bias(self, spec: KernelSpec) -> bool:
         bias = spec[BIAS]
@@ -313,11 +311,21 @@ class WgmmaBackward(Backward, WgmmaKernel):
         return found
 
 
-def rows_of_pairs(tiles: Mapping[int, Sequence[WgmmaTile]]) -> Iterator[Row]:
-    """All pairs of the padded dims of a table. A pair has the tiles of the larger dim."""
-    for head, value in itertools.product(tiles, repeat=2):
-        for tile in tiles[max(head, value)]:
-            yield Row(head, value, tile)
+_T = TypeVar("_T", bound=WgmmaTile)
+
+
+def by_pair(tiles: Mapping[int, Sequence[_T]]) -> Mapping[tuple[int, int], Sequence[_T]]:
+    """Tiles by pairs of padded head dims: a pair has those of the larger dim."""
+    return {pair: tiles[max(pair)] for pair in itertools.product(tiles, tiles)}
+
+
+def prefers_mma_sync(sizes: Sizes, multiprocessors: int) -> bool:
+    """Whether each key of a float32 call is multiplied with a few queries of one head, in enough
+    tiles to fill the GPU. Then writing all keys and values as hi and lo parts takes longer than
+    multiplying them on mma.sync. Heads of a group would read the same keys again.
+    """
+    few = sizes.group == 1 and sizes.queries <= _FEW_F32_QUERIES and not sizes.packed
+    return few and 2 * sizes.batch * sizes.heads > multiprocessors
 
 
 def wgmma_tile(spec: KernelSpec) -> WgmmaTile:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.feature import Constant, CppType
@@ -24,6 +23,7 @@ from jax_memeff.codegen.kernels.sm90.base import (
     F16x3Kernel,
     WgmmaKernel,
     WgmmaTile,
+    by_pair,
     wgmma_tile,
 )
 from jax_memeff.codegen.launch import EntryPoint, Grid
@@ -85,7 +85,7 @@ class FmhaBwdF16x3Sm90(F16x3Kernel, Backward, WgmmaKernel):
     class_name = "FmhaBackwardF16x3"
     """Each of its entry points appends its own name."""
     owns_outputs = True
-    tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
+    tiles = by_pair(TILES)
 
     def _tile_bytes(self, spec: KernelSpec, columns: int) -> int:
         return self.part_bytes(spec, WARPGROUP_ROWS, columns)

@@ -4,8 +4,7 @@ runs first writes every operand as hi and lo parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
 
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.common.base import (
@@ -14,7 +13,7 @@ from jax_memeff.codegen.kernels.common.base import (
     query_tiles,
     stage,
 )
-from jax_memeff.codegen.kernels.sm90.base import SPLIT_THREADS, WARPGROUP_ROWS, F16x3Kernel
+from jax_memeff.codegen.kernels.sm90.base import SPLIT_THREADS, WARPGROUP_ROWS, F16x3Kernel, by_pair
 from jax_memeff.codegen.kernels.sm90.forward import FmhaFwdSm90, Tile
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap
 from jax_memeff.codegen.sizes import Sizes, ceil_div, round_up
@@ -85,7 +84,7 @@ class FmhaFwdF16x3Sm90(F16x3Kernel, FmhaFwdSm90):
     reads_pages = False  # it would have to split the whole pool into hi and lo parts
     stem = "sm90/f16x3_forward"
     header = "sm90/forward"
-    tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
+    tiles = by_pair(TILES)
 
     def operand_bytes(self, spec: KernelSpec, rows: int, columns: int) -> int:
         """The next buffer begins at a multiple of the swizzle

@@ -8,9 +8,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from jax_memeff.codegen import shared_memory
+from jax_memeff.codegen import features, gpu, shared_memory
 from jax_memeff.codegen.features import BIAS, FUNCTIONS
 from jax_memeff.codegen.features.feature import Constant, CppType
+from jax_memeff.codegen.features.mask import MaskKind
 from jax_memeff.codegen.features.pages import key_box_rows
 from jax_memeff.codegen.functions.regions import block_sizes
 from jax_memeff.codegen.kernels.common.base import (
@@ -24,12 +25,14 @@ from jax_memeff.codegen.kernels.sm90.base import (
     WARPGROUP_ROWS,
     PersistentSm90,
     PersistentTile,
-    rows_of_pairs,
+    WgmmaTile,
+    by_pair,
 )
 from jax_memeff.codegen.launch import TensorMap
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.spec import KernelSpec, Row
-from jax_memeff.codegen.strategy import Strategy, filled_rows
+from jax_memeff.codegen.sizes import Sizes, ceil_div
+from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.strategy import QueryRows, Strategy
 
 _LEAST_TILE = 64
 """Each head dim has a tile whose rows and columns are this number or twice it."""
@@ -277,6 +280,76 @@ faster: 495 rather than 411 TFLOP/s at T 4096 on an H200.
 """
 
 
+_LARGE_ROWS, _PLAIN_ROWS = 192, 128
+_FILLED_ROWS: Mapping[int, tuple[QueryRows, ...]] = {32: ("256",), 64: ("128", "256")}
+"""Tiles besides those of ``_LARGE_ROWS``, for queries that fill them, by padded head dim."""
+
+_FILLED_TILES: Mapping[MaskKind, tuple[tuple[int, int], ...]] = {
+    "none": ((2, 2),),
+    "causal": ((1, 1), (2, 2), (4, 5)),
+}
+"""(192-row, 128-row) tile counts per head at which 128-row tiles win at head dim 64: T up to 128,
+193 to 256, and 577 to 640 (docs/tuning/sm90_forward.md)."""
+
+ONE_TILE_FEATURES = (
+    features.LENGTHS,
+    features.SEGMENTS,
+    features.SOFT_CAP,
+    features.BIAS,
+    *(feature for feature in features.FEATURES if feature.modifies == "probabilities"),
+)
+"""Features of calls that may have a tile of 256 rows. Of these, lengths and soft cap were not
+measured."""
+
+_MOST_KEYS_OF_ONE_TILE = 256
+"""The most keys of calls with a tile of 256 rows. At T 2048 others are faster."""
+
+
+def rows_to_fill(problem: Problem, sizes: Sizes) -> QueryRows | None:
+    """One of ``_FILLED_ROWS``, if its tiles are faster than those of 192 rows. Kernels with 48
+    columns have none of these tiles, and ignore it.
+    """
+    padded = (
+        min((dim for dim in _FILLED_ROWS if dim >= own), default=own)
+        for own in (problem.head_dim, problem.value_dim)
+    )
+    choices = _filled_rows(*padded)
+    if not (gpu.has_wgmma(problem.arch) and choices):
+        return None
+    mask = problem[features.MASK]
+    asked = {feature for feature in features.FEATURES if problem.asks(feature)} - {features.MASK}
+    tiles = tuple(-(-sizes.queries // rows) for rows in (_LARGE_ROWS, _PLAIN_ROWS))
+    if "128" not in choices:
+        fills_one = mask != "window"
+    else:
+        # If the last KV block is partial, masking 64 keys takes less time than masking 128.
+        fills_one = mask == "none" and (bool(asked) or sizes.keys % _PLAIN_ROWS > 0)
+    is_short = tiles == (2, 2) and sizes.keys <= _MOST_KEYS_OF_ONE_TILE
+    if fills_one and is_short and asked <= {*ONE_TILE_FEATURES}:
+        return "256"
+    fills_smaller = tiles in _FILLED_TILES.get(mask, ()) and "128" in choices
+    return "128" if fills_smaller and (not asked or features.BIAS in asked) else None
+
+
+def consumer_groups_time(sizes: Sizes, multiprocessors: int) -> float:
+    """The time of CTAs whose consumer groups share 64 rows, in units of a key in one CTA."""
+    tiles = sizes.batch * sizes.heads * ceil_div(sizes.queries, WARPGROUP_ROWS)
+    return ceil_div(tiles, multiprocessors) * sizes.keys
+
+
+def _filled_rows(head_dim: int, value_dim: int) -> tuple[QueryRows, ...]:
+    return _FILLED_ROWS.get(head_dim, ()) if head_dim == value_dim else ()
+
+
+def _by_pair() -> Mapping[tuple[int, int], Sequence[Tile]]:
+    """The output reuses the buffer of the queries, so both must have panels of the same width."""
+    tiles = {pair: (*own,) for pair, own in PAIR_TILES.items()}
+    for (head, value), own in by_pair(TILES).items():
+        if panel_columns(head) == panel_columns(value):
+            tiles[head, value] = (*tiles.get((head, value), ()), *own)
+    return tiles
+
+
 class FmhaFwdSm90(PersistentSm90):
     """The wgmma forward for 16-bit elements."""
 
@@ -285,18 +358,7 @@ class FmhaFwdSm90(PersistentSm90):
     class_name = "FmhaForwardSm90"
     reads_pages = True
     own_problems = tuple(((dim, dim), {}) for dim in (48, 80, 160))
-    tiles: ClassVar[Mapping[int, Sequence[Tile]]] = TILES
-
-    def padded_rows(self) -> Iterator[Row]:
-        """The output reuses the buffer of the queries, so both must have panels of the same
-        width.
-        """
-        for (head, value), tiles in PAIR_TILES.items():
-            for tile in tiles:
-                yield Row(head, value, tile)
-        for row in rows_of_pairs(self.tiles):
-            if panel_columns(row.padded_head_dim) == panel_columns(row.padded_value_dim):
-                yield row
+    tiles: ClassVar[Mapping[tuple[int, int], Sequence[WgmmaTile]]] = _by_pair()
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
@@ -388,7 +450,7 @@ class FmhaFwdSm90(PersistentSm90):
 
 def _filling_reasons(spec: KernelSpec, strategy: Strategy) -> Iterator[str]:
     rows = strategy.query_rows
-    if rows in filled_rows(spec.padded_head_dim, spec.padded_value_dim):
+    if rows in _filled_rows(spec.padded_head_dim, spec.padded_value_dim):
         if spec.tile.query != int(rows):
             yield f"the queries fill tiles of {rows} rows, and it has {spec.tile.query}"
     elif spec.tile.query == _ONE_TILE.query:

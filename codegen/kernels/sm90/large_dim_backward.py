@@ -5,8 +5,8 @@ and dv, and in both the CTAs of a cluster divide the products.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features import SOFT_CAP
@@ -21,7 +21,7 @@ from jax_memeff.codegen.kernels.common.base import (
 from jax_memeff.codegen.kernels.sm90.base import WARPGROUP_ROWS, WgmmaBackward, WgmmaTile
 from jax_memeff.codegen.launch import EntryPoint, Grid
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.spec import KernelSpec, Row
+from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
 _PANEL_COLUMNS = 64
@@ -82,12 +82,14 @@ _LARGEST = (
     "the sum of dq or dk takes 144 registers a thread; with a soft cap and all masks 32 spill"
 )
 
-ROWS: tuple[Row, ...] = (
-    *(Row(dim, dim, _TILE) for dim in (320, 384, 448, 512)),
-    Row(576, 512, dataclasses.replace(_TILE, reason=_LARGEST, modifiers=MASK_MODIFIERS)),
-    Row(576, 512, dataclasses.replace(_TILE, reason=_LARGEST, modifiers=("soft cap", "segments"))),
-    *(Row(dim, dim, _HALVES) for dim in (768, 1024)),
-)
+TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
+    **{(dim, dim): (_TILE,) for dim in (320, 384, 448, 512)},
+    (576, 512): (
+        dataclasses.replace(_TILE, reason=_LARGEST, modifiers=MASK_MODIFIERS),
+        dataclasses.replace(_TILE, reason=_LARGEST, modifiers=("soft cap", "segments")),
+    ),
+    **{(dim, dim): (_HALVES,) for dim in (768, 1024)},
+}
 """A tile owns ``query`` queries in one kernel and ``key`` keys in the other. A ring has panels of
 at most ``stages`` blocks; more do not help.
 """
@@ -101,10 +103,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
     """Each of its entry points appends its own name."""
     owns_outputs = True
     own_problems = tuple((pair, {}) for pair in ((320, 320), (512, 512), (576, 512), (1024, 1024)))
-    table: ClassVar[tuple[Row, ...]] = ROWS
-
-    def padded_rows(self) -> Iterator[Row]:
-        yield from self.table
+    tiles = TILES
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)

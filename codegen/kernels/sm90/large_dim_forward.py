@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
 
-from jax_memeff.codegen import shared_memory
+from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.common.base import (
     MASK_MODIFIERS,
@@ -19,11 +18,12 @@ from jax_memeff.codegen.kernels.common.base import (
 from jax_memeff.codegen.kernels.sm90.base import WARPGROUP_ROWS, WgmmaKernel, WgmmaTile
 from jax_memeff.codegen.launch import EntryPoint, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.spec import KernelSpec, Row
+from jax_memeff.codegen.sizes import Sizes, ceil_div
+from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
 _CONSUMERS = 2
+_ELEMENT_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,20 +37,55 @@ class Tile(WgmmaTile):
     """The CTAs of a cluster, which divide the columns and add up their scores."""
 
 
-TILES: Mapping[tuple[int, int], Tile] = {
-    (320, 384): Tile(64, 64, 10, "two KV blocks in 176 of 179 KB", value_stages=2),
-    (384, 384): Tile(64, 64, 9, "168 of 171 KB", value_stages=2),
-    (448, 512): Tile(64, 64, 12, "160 of 163 KB"),
-    (512, 512): Tile(64, 64, 11, "152 of 155 KB"),
-    (576, 512): Tile(64, 64, 10, "144 of 147 KB"),
-    (768, 768): Tile(
-        64, 64, 7, "152 of 155 KB: a tile of scores takes 16 KB", value_stages=2, column_ctas=2
-    ),
-    (1024, 1024): Tile(64, 64, 9, "136 of 139 KB", column_ctas=2),
-}
-"""By the padded head dims of query and value. The queries, a tile of probabilities and one of
-scores, if it is added up, leave the rest of shared memory for keys and values. TMA fills padding
-with zeros."""
+DIMS = ((320, 384), (384, 384), (448, 512), (512, 512), (576, 512), (768, 768), (1024, 1024))
+"""The padded head dims of query and value. TMA fills padding with zeros."""
+
+_ROWS = _KEYS = WARPGROUP_ROWS
+_MOST_COLUMNS = 576
+"""The most columns of a CTA. The outputs of 512 take 128 registers a thread of each consumer."""
+
+
+def _configured(padded: tuple[int, int]) -> Tile:
+    """Two KV blocks of values if the rest of shared memory holds at least one of keys, and as many
+    panels of keys as fit.
+    """
+    ctas = ceil_div(max(padded), _MOST_COLUMNS)
+    one_kv_block = padded[0] // panel_columns(padded[0]) // ctas
+    tile = Tile(_ROWS, _KEYS, 0, "as many buffers of keys as fit", column_ctas=ctas)
+    for value_stages in (2, 1):
+        tile = dataclasses.replace(tile, value_stages=value_stages)
+        rest = gpu.SM90.shared_bytes(blocks=1) - _shared_bytes(padded, tile)
+        panels = rest // _panel_bytes(padded)
+        if panels >= one_kv_block:
+            return dataclasses.replace(tile, stages=panels)
+    raise ValueError(f"expected head dims with room for a KV block, got {padded}")
+
+
+def _panel_bytes(padded: tuple[int, int]) -> int:
+    """A buffer of keys, and its barriers."""
+    return _KEYS * panel_columns(padded[0]) * _ELEMENT_BYTES + shared_memory.PIPELINE_BYTES
+
+
+def _shared_bytes(padded: tuple[int, int], tile: Tile) -> int:
+    """Queries, rings of panels of keys and of the values of each consumer, the probabilities of a
+    KV block, and scores of other columns; for each row a softmax reference and two sums; and
+    barriers: two for each buffer, one for the probabilities of each consumer, one for the queries,
+    and those of a sum of scores.
+    """
+    head, value = padded
+    columns = head // tile.column_ctas + tile.key + tile.value_stages * value // tile.column_ctas
+    barriers = _CONSUMERS + 1 + shared_memory.COLUMN_SUM_BARRIERS * (tile.column_ctas > 1)
+    return (
+        tile.query * columns * _ELEMENT_BYTES
+        + tile.stages * _panel_bytes(padded)
+        + shared_memory.column_sum_bytes(tile.column_ctas, tile.query, tile.key)
+        + tile.query * (shared_memory.STATISTICS_BYTES + _CONSUMERS * 4)
+        + _CONSUMERS * tile.value_stages * shared_memory.PIPELINE_BYTES
+        + barriers * shared_memory.BARRIER_BYTES
+    )
+
+
+_TILES = {dims: (_configured(dims),) for dims in DIMS}
 
 
 class FmhaFwdLargeDimSm90(WgmmaKernel):
@@ -60,12 +95,7 @@ class FmhaFwdLargeDimSm90(WgmmaKernel):
     direction = "forward"
     class_name = "FmhaForwardLargeDimSm90"
     own_problems = tuple((pair, {}) for pair in ((320, 320), (512, 512), (576, 512), (1024, 1024)))
-
-    tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
-
-    def padded_rows(self) -> Iterator[Row]:
-        for (head, value), tile in self.tiles.items():
-            yield Row(head, value, tile)
+    tiles = _TILES
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         if max(problem.head_dim, problem.value_dim) <= PADDED_DIMS[-1]:
@@ -79,24 +109,7 @@ class FmhaFwdLargeDimSm90(WgmmaKernel):
         return False
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """Queries, rings of panels of keys and of the values of each consumer, the probabilities of
-        a KV block, and scores of other columns; for each row a softmax reference and two sums; and
-        barriers: two for each buffer, one for the probabilities of each consumer, one for the
-        queries, and those of a sum of scores.
-        """
-        tile = _tile(spec)
-        columns = spec.padded_head_dim // tile.column_ctas + tile.key
-        columns += tile.stages * panel_columns(spec.padded_head_dim)
-        columns += tile.value_stages * spec.padded_value_dim // tile.column_ctas
-        buffers = tile.stages + _CONSUMERS * tile.value_stages
-        barriers = _CONSUMERS + 1 + shared_memory.COLUMN_SUM_BARRIERS * (tile.column_ctas > 1)
-        return (
-            tile.query * columns * spec.element_bytes
-            + shared_memory.column_sum_bytes(tile.column_ctas, tile.query, tile.key)
-            + tile.query * (shared_memory.STATISTICS_BYTES + _CONSUMERS * 4)
-            + buffers * shared_memory.PIPELINE_BYTES
-            + barriers * shared_memory.BARRIER_BYTES
-        )
+        return _shared_bytes((spec.padded_head_dim, spec.padded_value_dim), _tile(spec))
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
         head, value = panel_columns(spec.padded_head_dim), panel_columns(spec.padded_value_dim)

@@ -7,16 +7,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from jax_memeff.codegen import shared_memory, strategy
-from jax_memeff.codegen.features import PAGES, AskedPages
+from jax_memeff.codegen import shared_memory
+from jax_memeff.codegen.features import PAGES, AskedPages, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import SCALES, key_box_rows
-from jax_memeff.codegen.kernels.common.base import packed_row_tiles, panel_columns, stage
+from jax_memeff.codegen.kernels.common.base import (
+    pack_heads,
+    packed_row_tiles,
+    panel_columns,
+    stage,
+)
 from jax_memeff.codegen.kernels.sm90.base import WgmmaKernel, WgmmaTile
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes, ceil_div, round_up
-from jax_memeff.codegen.spec import KernelSpec, Row
+from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
 HEAD_DIM, VALUE_DIM = 576, 512
@@ -30,6 +35,8 @@ _TILE = WgmmaTile(
     "the output in 128 registers a thread",
     modifiers=("soft cap", "user functions"),
 )
+
+_TILES = {(HEAD_DIM, VALUE_DIM): (_TILE,)}
 
 _CLUSTER = 2
 """The CTAs of a cluster."""
@@ -103,6 +110,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     reads_float8_pages = True
     splits_keys = True
     persistent = True
+    tiles = _TILES
     own_problems = tuple(
         ((HEAD_DIM, VALUE_DIM), {"varlen": True, "pages": asked, **mask})
         for asked in (
@@ -113,12 +121,9 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         for mask in ({}, {"mask": "causal"})
     )
 
-    def padded_rows(self) -> Iterator[Row]:
-        yield Row(HEAD_DIM, VALUE_DIM, _TILE)
-
-    def reasons(self, spec: KernelSpec, problem: Problem, strategy_: Strategy) -> list[str]:
+    def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
-        if not strategy.pack_heads(problem):
+        if not pack_heads(problem):
             reasons.append("the rows of its tiles belong to several heads")
         if spec[PAGES].is_float8 and spec.dtype != "bf16":
             # The keys times their scale may exceed the range of float16.
@@ -212,7 +217,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
             outputs = used * (columns + _WEIGHT_NUMBERS)
             # The first segment of a row tile is part of a running sum.
             segments = tiles * max(of_group.count(sizes.keys) - 1, 0)
-            slots = blocks + min(segments, strategy.most_segments(outputs))
+            slots = blocks + min(segments, pages.most_segments(outputs))
             yield Workspace("partial_out", (slots, used, columns + _WEIGHT_NUMBERS))
         else:
             slots = 2 * blocks * rows

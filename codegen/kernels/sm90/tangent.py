@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
 
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.common.base import EVERY_MODIFIER, modifiers, panel_columns
@@ -11,12 +10,12 @@ from jax_memeff.codegen.kernels.sm90.base import (
     WARPGROUP_ROWS,
     PersistentSm90,
     PersistentTile,
+    by_pair,
     persistent_tile,
-    rows_of_pairs,
 )
 from jax_memeff.codegen.launch import TensorMap
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec, Row
+from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
 _64 = (
@@ -97,10 +96,7 @@ class FmhaTangentSm90(PersistentSm90):
     direction = "tangent"
     class_name = "FmhaTangentSm90"
     owns_outputs = True
-    tiles: ClassVar[Mapping[int, Sequence[PersistentTile]]] = TILES
-
-    def padded_rows(self) -> Iterator[Row]:
-        yield from rows_of_pairs(self.tiles)
+    tiles = by_pair(TILES)
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)

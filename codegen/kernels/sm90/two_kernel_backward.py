@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
@@ -29,7 +29,7 @@ from jax_memeff.codegen.kernels.sm90.base import (
 )
 from jax_memeff.codegen.launch import EntryPoint
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.spec import KernelSpec, Row
+from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import Strategy
 
 
@@ -82,9 +82,16 @@ takes ``key`` keys at a time, and ``key`` keys in the other."""
 _ONE_KERNEL_DIMS = tuple(dim for dim in backward.TILES if dim % PART_COLUMNS == 0)
 """These leave out the dims that the dbias kernel cannot divide into parts."""
 
-
 _EQUAL_DIMS = (160,)
 """Only calls whose two head dims are padded to the same width have kernels of these widths."""
+
+
+_TILES = {
+    (head, value): TILES[max(head, value)]
+    for head, value in itertools.product((*_ONE_KERNEL_DIMS, *TILES), repeat=2)
+    if max(head, value) in TILES and (head == value or {head, value}.isdisjoint(_EQUAL_DIMS))
+}
+"""Unequal dims up to 128 have no tile: the backward in one kernel pads them."""
 
 
 class FmhaBwdTwoKernelSm90(WgmmaBackward):
@@ -94,14 +101,7 @@ class FmhaBwdTwoKernelSm90(WgmmaBackward):
     class_name = "FmhaBackwardTwoKernel"
     """Each of its entry points appends its own name."""
     owns_outputs = True
-    tiles = TILES
-
-    def padded_rows(self) -> Iterator[Row]:
-        """Unequal dims up to 128 have no row: the backward in one kernel pads them."""
-        for head, value in itertools.product((*_ONE_KERNEL_DIMS, *self.tiles), repeat=2):
-            if head == value or {head, value}.isdisjoint(_EQUAL_DIMS):
-                for tile in self.tiles.get(max(head, value), ()):
-                    yield Row(head, value, tile)
+    tiles = _TILES
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
