@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from paging import paged_attention
 
-from jax_memeff.codegen import strategy
+from jax_memeff.codegen.features import pages
 
 H, HV = 576, 512
 FEATURES = {
@@ -122,7 +122,7 @@ class Call:
                 **self.sequence.arguments(),
             )
 
-        with mock.patch.object(strategy, "most_segments", lambda _: self.slots):
+        with mock.patch.object(pages, "most_segments", lambda _: self.slots):
             return attention.lower(*self.arrays())
 
     def rows(self, lowered: jax.stages.Lowered) -> tuple[np.ndarray, np.ndarray]:
