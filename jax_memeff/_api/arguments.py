@@ -64,6 +64,7 @@ class PagedArguments(TypedDict, total=False):
     sinks: ArrayLike | None
     score_mod: ScoreFunction | None
     mask: ArrayLike | Mask | None
+    offsets: Offsets | None
     key_scale: ArrayLike | None
     value_scale: ArrayLike | None
     value_dim: int | None

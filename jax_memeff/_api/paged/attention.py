@@ -29,7 +29,7 @@ from jax_memeff._call.mask import Mask, Window
 from jax_memeff._call.mask.conditions import AnyMask, Conditions
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.mask.window import TracedWindow, intersection
-from jax_memeff._call.offsets import Position
+from jax_memeff._call.offsets import MOST_POSITION, Offsets, Position
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.sequences import INVARIANT_COLUMNS, Pages, Sequences
 from jax_memeff._call.values import flag, takes_objects
@@ -108,6 +108,10 @@ def paged_attention(
             rows of a boolean array and of lists of blocks are the queries of the sequence, their
             columns are positions. Lengths and segment ids raise an error, under ``|`` and ``~``
             too. Pass a tree of draft tokens as a function.
+        offsets: Where the sequences begin in larger ones, for windows and functions: ``query`` and
+            ``key`` are added to the positions of queries and keys, so a part of the keys, such as a
+            prefix that sequences share, can be merged with the others
+            (:func:`jax_memeff.merge_attention`). By default both are 0.
         key_scale: ``[K]`` or ``[pages, K]`` float32, only for float8: the keys are ``key_pages``
             times this.
         value_scale: Likewise for values.
@@ -212,8 +216,9 @@ def prepare(
         table = jnp.pad(table, ((0, 0), (0, more)), constant_values=-1)
     counts = rows.counts(longest)
     columns = table.shape[1] * page_size
-    combined, position = _canonical_mask(combined, rows, counts, scores_shape, columns)
-    if others["functions"] is not None:
+    offsets = named["offsets"]
+    combined, position = _canonical_mask(combined, rows, counts, scores_shape, columns, offsets)
+    if others["functions"] is not None or offsets is not None:
         others["position"] = position
     else:
         combined = _by_rows(combined, longest)
@@ -223,7 +228,7 @@ def prepare(
         # Lengths are clamped where keys are read, to the columns of a table that may be padded.
         # Without columns nothing reads them, but a row with a sink exists only within its length.
         lengths = given
-    if given is not None and each == 1 and others["functions"] is None:
+    if given is not None and each == 1 and others["position"] is None:
         sequences = _of_step(lengths, columns)
     else:
         sequences = _of_rows(rows, counts, lengths, len(tokens), longest, columns)
@@ -281,17 +286,20 @@ def _canonical_mask(
     counts: jax.Array,
     scores_shape: tuple[int, int, int, int],
     columns: int,
+    offsets: Offsets | None,
 ) -> tuple[Mask, Position]:
-    """The canonical mask in terms of positions, and the position of row 0 of each sequence."""
+    """The canonical mask in terms of positions, and those of row 0 and key 0 of each sequence."""
     batch, _, longest, own_columns = scores_shape
     mask = _by_position(mask).canonical(batch, longest, own_columns)
     given = jnp.minimum(rows.given, longest)
     mask = _shifted(mask, batch, given - counts, columns)
-    first_column = jnp.zeros(batch, jnp.int32)
+    offsets = Offsets() if offsets is None else offsets
+    first_row, first_column = (jnp.broadcast_to(x, batch) for x in offsets.position())
+    first_row = jnp.minimum(first_row, MOST_POSITION - rows.lengths)
     # The user's row 0 is at a negative position if a sequence has fewer tokens than queries.
-    users = Position(rows.lengths - given, first_column)
-    compiled_mask = compiled(mask, Frame(counts, rows.lengths, position=users))
-    return compiled_mask, Position(rows.lengths - counts, first_column)
+    users = Position(first_row + rows.lengths - given, first_column)
+    frame = Frame(counts, rows.lengths, offsets.batch, offsets.head, users)
+    return compiled(mask, frame), Position(first_row + rows.lengths - counts, first_column)
 
 
 def _as_rows(pages: jax.Array) -> jax.Array:
