@@ -97,13 +97,17 @@ def files(documents: Iterable[dict[str, Any]]) -> dict[Path, str]:
 
 
 def _blocks(groups: Sequence[Group], documents: Sequence[dict[str, Any]]) -> dict[str, str]:
-    measured = [precision_table.text(d) for d in documents if "precision" in d]
+    measured = [_precision(d) for d in documents if "precision" in d]
     return {
         "index": f"{overview.text.counted(groups)}\n\n{overview.text.index(groups)}",
         "extract": overview.text.extract(groups),
         "training": training(documents),
         "precision": "\n\n".join(measured),
     }
+
+
+def _precision(document: dict[str, Any]) -> str:
+    return f"{precision_table.text(document)}\n\n{source(document)}"
 
 
 def _page(name: str, groups: Sequence[Group], documents: Sequence[dict[str, Any]]) -> str:
@@ -288,7 +292,7 @@ def tables(document: dict[str, Any]) -> str:
     parts += [overview.text.section(group) for group in found if group.results]
     parts += [memory(document), functions(document), server(document), system(document)]
     if "precision" in document:
-        parts.append(precision_table.text(document))
+        parts.append(_precision(document))
     if "training" in document:
         parts.append(training([document]))
     return "\n\n".join(filter(None, parts))

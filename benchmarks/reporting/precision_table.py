@@ -7,50 +7,54 @@ from typing import Any
 from programs.peers import OURS
 
 from reporting.markdown_table import table
-from reporting.results import source
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def text(document: dict[str, Any]) -> str:
-    """A row for each cell: our error, and that of the peer with the smallest one.
+    """Two rows for each dtype: this library's largest error in any cell, and that of its peers.
 
-    >>> def errors(norm, largest):
-    ...     return {"out": {"frobenius": norm, "largest": largest}}
-    >>> results = {"memeff_cuda": errors(2.1e-3, 0.0012), "fa4": errors(2e-3, 0.001)}
-    >>> results["other"] = {"error": "refused"}
-    >>> head = {"date": "today", "versions": {}}
-    >>> print(text(head | {"precision": [{"name": "hd64", "results": results}]}))
-    |relative Frobenius norm: ours / best peer's|out|largest: out|
+    The peers' error in a cell is that of the most precise of them. The document has every figure.
+
+    >>> def errors(size):
+    ...     return {"out": {"frobenius": size, "largest": 1.0}}
+    >>> first = {"memeff_cuda": errors(2e-3), "fa4": errors(4e-3), "jax_cudnn": errors(1e-3)}
+    >>> second = {"memeff_cuda": errors(3e-3), "fa4": errors(3e-3), "jax_cudnn": {"error": "no"}}
+    >>> cells = [{"name": "hd64 T96", "results": first}, {"name": "hd80 T96", "results": second}]
+    >>> peers = {"memeff_cuda": "we", "fa4": "FA4", "jax_cudnn": "cuDNN"}
+    >>> print(text({"peers": peers, "precision": cells}))
+    |relative Frobenius error||out|
     |---|---:|---:|
-    |hd64|2.1e-3 / 2.0e-3|1.2e-3 / 1.0e-3|
-    <BLANKLINE>
-    Measured today.
+    |bfloat16|we|3.0e-03|
+    |bfloat16|best of FA4, cuDNN|3.0e-03|
     """
-    rows, names = [], []
-    norms = ("frobenius", "largest")
-    for cell in document["precision"]:
-        found = {peer: record for peer, record in cell["results"].items() if "error" not in record}
-        own = next(found[peer] for peer in found if peer in OURS)
-        others = [record for peer, record in found.items() if peer not in OURS]
-        names = list(own)
-        figures = [
-            " / ".join(map(_error, (own[name][norm], *_least(others, name, norm))))
-            for norm in norms
-            for name in names
-        ]
-        rows.append([cell["name"], *figures])
-    header = ["relative Frobenius norm: ours / best peer's", *names]
-    header += [f"largest: {name}" for name in names]
-    return f"{table(header, rows)}\n\n{source(document)}"
+    columns: list[str] = []
+    rows = []
+    for dtype in _DTYPES:
+        cells = [c["results"] for c in document["precision"] if _dtype(c["name"]) == dtype]
+        for of_peers in (False, True):
+            labels, errors = [], []
+            for peer, label in document["peers"].items():
+                records = [cell.get(peer, {"error": ""}) for cell in cells]
+                if (peer not in OURS) == of_peers and any("error" not in r for r in records):
+                    labels.append(label)
+                    errors.append(records)
+            if not labels:
+                continue
+            by_cell = [
+                [r for r in records if "error" not in r] for records in zip(*errors, strict=True)
+            ]
+            by_cell = [records for records in by_cell if records]
+            columns = list(by_cell[0][0])
+            figures = (
+                max(min(r[name]["frobenius"] for r in records) for records in by_cell)
+                for name in columns
+            )
+            name = labels[0] if len(labels) == 1 else f"best of {', '.join(labels)}"
+            rows.append([dtype, name, *(f"{figure:.1e}" for figure in figures)])
+    return table(["relative Frobenius error", "", *columns], rows)
 
 
-def _least(records: list[dict[str, Any]], name: str, norm: str) -> list[float]:
-    return [min(record[name][norm] for record in records)] if records else []
-
-
-def _error(value: float) -> str:
-    """Two digits and a short exponent.
-
-    >>> _error(0.00211)
-    '2.1e-3'
-    """
-    return f"{value:.1e}".replace("e-0", "e-")
+def _dtype(cell: str) -> str:
+    """The dtype in the name of a cell, which bfloat16 has not."""
+    return next((part for part in cell.split() if part in _DTYPES), "bfloat16")

@@ -79,18 +79,20 @@ def source(document: dict[str, Any], compared: bool = False) -> str:
 
     Args:
         document: the results.
-        compared: whether they are compared with those of peers, so that the clock matters.
+        compared: whether they stand below the name of the device and are compared with those of
+            peers, so that the clock matters.
 
-    >>> versions = {"jax": "0.11.2", "commit": "5ffe8b21e6aa"}
-    >>> source({"date": "2026-11-28", "versions": versions, "file": "a.json"})
-    'Measured 2026-11-28, commit 5ffe8b21 (`a.json`).'
+    >>> document = {"device": {"name": "NVIDIA H200"}, "date": "2026-11-28", "file": "a.json"}
+    >>> source(document | {"versions": {"jax": "0.11.2", "commit": "5ffe8b21e6aa"}})
+    'H200, 2026-11-28, commit 5ffe8b21 (`a.json`).'
     """
     commit = document["versions"].get("commit")
+    parts = ["Measured" if compared else f"{device_title(document)},", document["date"]]
     at = f", commit {commit[:8]}" if commit else ""
     file = f" (`{document['file']}`)" if "file" in document else ""
     clock = document.get("method", {}).get("clock", "")
     old = " The clock counted host work, which slows down JAX." if clock.startswith(_OLD) else ""
-    return f"Measured {document['date']}{at}{file}.{old if compared else ''}"
+    return f"{' '.join(parts)}{at}{file}.{old if compared else ''}"
 
 
 def _drop_wrong_results(records: dict[str, dict[str, Any]]) -> None:
