@@ -6,6 +6,7 @@ folder are changed here: to the page of the site that shows the file, or to the 
 
 from __future__ import annotations
 
+import html
 import os
 import re
 from importlib.metadata import version as version_of
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from docutils.nodes import document
     from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent
@@ -83,26 +85,54 @@ def site_links(text: str, folder: Path) -> str:
     return _LINK.sub(on_site, text)
 
 
-def siblings(page: str, text: str) -> str:
-    """A table of contents for the README of a folder: the pages that it links, then the others.
+def contents(page: str, text: str) -> str:
+    """A table of contents for the README of a folder, or for a page with a folder of its name.
 
-    >>> siblings("tuning/README", "[first](sm90_forward.md)").split()[2:4]
+    It has the pages that the text links, then the others.
+
+    >>> contents("tuning/README", "[first](sm90_forward.md)").split()[2:4]
     ['sm90_forward', 'compilers']
+    >>> contents("benchmarks", "[first](benchmarks/serving.md#pages)").split()[2:4]
+    ['benchmarks/serving', 'benchmarks/cpu']
     """
-    folder = (DOCS / page).parent
-    linked = re.findall(r"\]\((\w+)\.md", text)
+    prefix = "" if page.endswith("README") else f"{Path(page).name}/"
+    folder = (DOCS / page).parent / prefix
+    linked = re.findall(rf"\]\({prefix}(\w+)\.md", text)
     there = sorted(path.stem for path in folder.glob("*.md"))
     names = [name for name in dict.fromkeys([*linked, *there]) if name in there]
-    entries = "\n".join(name for name in names if name != "README")
+    entries = "\n".join(prefix + name for name in names if name != "README")
     return f"\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
 
 
 def _read(app: Sphinx, page: str, source: list[str]) -> None:
     path = SHOWN.get(page, DOCS / f"{page}.md")
     text = path.read_text() if page in SHOWN else source[0]
-    contents = siblings(page, text) if path.name == "README.md" and page not in SHOWN else ""
-    source[0] = site_links(text, path.parent) + contents
+    has_contents = page not in SHOWN and (path.name == "README.md" or (DOCS / page).is_dir())
+    source[0] = site_links(text, path.parent) + (contents(page, text) if has_contents else "")
+
+
+def inlined(svg: str, alternative: str) -> str:
+    """An SVG as a part of a page, whose text color replaces the one of its own style.
+
+    >>> inlined('<svg width="9"><style>svg{color:red}</style></svg>', 'a & "b"')
+    '<svg role="img" aria-label="a &amp; &quot;b&quot;" width="9"></svg>'
+    """
+    label = html.escape(alternative)
+    own = re.sub(r"<style>.*?</style>\n?", "", svg)
+    return own.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+
+
+def _inline_pictures(app: Sphinx, doctree: document, page: str) -> None:
+    """Pictures that use the color of the text follow the theme that a reader selects."""
+    from docutils import nodes  # the tests read this file without Sphinx
+
+    for image in list(doctree.findall(nodes.image)):
+        path = DOCS / image["uri"]
+        if path.suffix == ".svg" and "currentColor" in (svg := path.read_text()):
+            raw = inlined(svg, image.get("alt", ""))
+            image.replace_self(nodes.raw("", raw, format="html"))
 
 
 def setup(app: Sphinx) -> None:
     app.connect("source-read", _read)
+    app.connect("doctree-resolved", _inline_pictures)

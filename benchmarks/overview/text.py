@@ -67,12 +67,11 @@ def index(groups: Sequence[Group]) -> str:
         for group in (g for g in groups if g.device == device):
             results = group.compared()
             least = min(results, key=lambda result: result.ratio)
-            slowest = ratio(least)
-            if least.is_slower:
-                slowest += f" {least.name}, {least.direction.replace('_', ' + ')}: {least.peer}"
-            lines.append([link(group), *_means(group), _slower(results), slowest])
-        header = [device, *DIRECTIONS.values(), "slower", "lowest ratio"]
-        parts.append(table(header, lines))
+            cell = f"{least.name}, {DIRECTIONS[least.direction]}: {least.peer}"
+            lines.append([link(group), *_means(group), _slower(results), ratio(least)])
+            lines[-1].append(cell if least.is_slower else "")
+        header = [device, *DIRECTIONS.values(), "slower", "lowest", "in cell: fastest peer"]
+        parts.append(table(header, lines, text=(0, 5)))
     return "\n\n".join(parts)
 
 
@@ -88,7 +87,7 @@ def losses(groups: Sequence[Group]) -> str:
         ]
         header = ["cell", "direction", "ratio", "fastest peer"]
         parts.append(f"## {device}: {_slower(own)} figures")
-        parts += [table(header, lines)] if lines else []
+        parts += [table(header, lines, text=(0, 1, 3))] if lines else []
     return "\n\n".join(parts)
 
 

@@ -100,8 +100,8 @@ def test_the_index_has_means_and_the_lowest_ratios(overview):
         "(measured 2026-01-01 to 2026-02-01)."
     )
     text = overview.text.index(groups)
-    assert "main-grid)|1.41|2.00|1 of 3|**0.50** hd128, forward: CUDNN|" in text
-    assert "few-queries-long-keys)|0.90||1 of 1|**0.90** T1, forward: FA4|" in text
+    assert "main-grid)|1.41|2.00|1 of 3|**0.50**|hd128, forward: CUDNN|" in text
+    assert "few-queries-long-keys)|0.90||1 of 1|**0.90**|T1, forward: FA4|" in text
     losses = overview.text.losses(groups).splitlines()
     assert losses[0] == "## H100: 2 of 4 figures"
     assert losses[-2:] == ["|hd128|forward|0.50|CUDNN|", "|T1|forward|0.90|FA4|"]

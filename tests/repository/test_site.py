@@ -26,7 +26,7 @@ def test_links_and_contents():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     failed, attempted = doctest.testmod(module)
-    assert attempted == 3 and failed == 0
+    assert attempted == 5 and failed == 0
     for page, file in module.SHOWN.items():
         assert (DOCS / f"{page}.md").exists() and file.exists()
 
