@@ -254,17 +254,17 @@ def host(document: dict[str, Any]) -> str:
 
 def training(documents: Iterable[dict[str, Any]]) -> str:
     """Tokens per second of training steps, with the fastest path of ``jax.nn`` as the peer."""
-    rows, parts = [], []
+    parts = []
     records = [document for document in documents if "training" in document]
     for document in records:
+        rows = []
         for model in document["training"]:
             found = {n: r.get("seconds") for n, r in model["results"].items()}
             own = found.pop("memeff", None)
             peers = {document["labels"][name]: time for name, time in found.items() if time}
-            rows.append(_step(f"{model['name']} ({device_title(document)})", own, peers, model))
-    if rows:
-        header = ["training step, tokens per second", "ours", "fastest peer", "ratio"]
-        parts += [table(header, rows), "\n".join(map(source, records))]
+            rows.append(_step(own, peers, model))
+        header = [f"{device_title(document)}: tokens per second", "ours", "fastest peer", "ratio"]
+        parts += [table(header, rows), source(document)]
     if all(architecture(document) == "cpu" for document in records):
         parts.append(
             "No GPU has run `benchmarks/training.py` yet, so training steps of whole models are "
@@ -273,10 +273,8 @@ def training(documents: Iterable[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def _step(
-    name: str, own: float | None, peers: dict[str, float], model: dict[str, Any]
-) -> list[str]:
-    tokens = model["batch"] * model["length"]
+def _step(own: float | None, peers: dict[str, float], model: dict[str, Any]) -> list[str]:
+    name, tokens = model["name"], model["batch"] * model["length"]
     result = Result(name, "forward_backward", own, peers)
     ours = "failed" if own is None else f"{tokens / own:,.0f}"
     if not peers:

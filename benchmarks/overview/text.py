@@ -19,9 +19,8 @@ EXTRACT = {
     ),
     "H100": ("functions of scores and masks", "decode steps of a server"),
     "H200 with sm_80 kernels": ("main grid", "bias, dropout, both"),
-    "AMD EPYC on 2 threads": ("plain JAX",),
 }
-"""The rows of the README, by device."""
+"""The rows of the README, by device. Those of CPUs follow."""
 LEGEND = (
     "A *ratio* is the time of the fastest peer divided by ours: above 1 we are faster, and a "
     "**bold** ratio is a loss. Times are µs of a call."
@@ -109,12 +108,13 @@ def section(group: Group) -> str:
 
 
 def extract(groups: Sequence[Group]) -> str:
-    """The Markdown of the README: how many figures there are in all, and the rows of EXTRACT.
+    """The Markdown of the README: how many figures there are, the rows of EXTRACT, and CPUs.
 
     Raises ``ValueError`` if one of them was not measured.
     """
     found = {(group.device, group.title): group for group in groups}
     wanted = [(device, title) for device, titles in EXTRACT.items() for title in titles]
+    wanted += [(group.device, group.title) for group in groups if group.architecture == "cpu"]
     if missing := [key for key in wanted if key not in found]:
         raise ValueError(f"expected results for {missing}, got those for {sorted(found)}")
     header = ["speed of jax-memeff / its fastest peer"]

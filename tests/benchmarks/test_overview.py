@@ -107,7 +107,7 @@ def test_the_index_has_means_and_the_lowest_ratios(overview):
     assert losses[-2:] == ["|hd128|forward|0.50|CUDNN|", "|T1|forward|0.90|FA4|"]
 
 
-def test_results_of_a_cpu_never_count_among_those_of_gpus(overview):
+def test_results_of_a_cpu_never_count_among_those_of_gpus(overview, monkeypatch):
     """Also if they have a group of the GPUs."""
     groups = overview.groups((CPU, *DOCUMENTS))
     assert [group.architecture for group in groups] == ["hopper", "hopper", "cpu"]
@@ -118,6 +118,8 @@ def test_results_of_a_cpu_never_count_among_those_of_gpus(overview):
     tasks = overview.picture.by_task(groups)
     found = [r.name for _, strips in tasks for results in strips.values() for r in results]
     assert found and "T8" not in found
+    monkeypatch.setattr(overview.text, "EXTRACT", {})
+    assert "|main grid (EPYC on 2 threads)|0.25|" in overview.text.extract(groups)
     *gpus, (title, strips) = overview.picture.by_architecture(groups)
     assert title == "CPU: EPYC on 2 threads"
     assert [r.name for r in strips["forward"]] == ["T8"]

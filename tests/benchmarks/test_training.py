@@ -1,5 +1,6 @@
 """Training steps of whole models: they learn, and differ in their attention only."""
 
+import functools
 import json
 import os
 import subprocess
@@ -43,7 +44,8 @@ def test_the_table_has_tokens_per_second(results, modules):
         model["results"]["memeff"]["seconds"] = tokens / 1.5e6
         model["results"]["jax_xla"]["seconds"] = tokens / 2e6
     text = report.training([results])
-    assert "tiny-Llama (" in text and "|1,500,000|2,000,000 jax.nn XLA|**0.75**|" in text
+    assert "|tiny-Llama|1,500,000|2,000,000 jax.nn XLA|**0.75**|" in text
+    assert " threads: tokens per second|ours|" in text
     assert text.endswith("unmeasured there.")  # the device is a CPU
     results["device"]["platform"] = "gpu"
     assert "unmeasured" not in report.training([results])
@@ -66,6 +68,19 @@ def test_models_have_the_parameters_that_their_names_promise(modules):
     assert 0.99 < (counts["Llama-style"] - 2 * 32000 * 4096) / (8 * 218.1e6) < 1.01
     heads = training.MODELS["Llama-style"]
     assert (heads.head_dim, heads.heads, heads.key_heads) == (128, 32, 8)
+
+
+@pytest.mark.parametrize("name", ["Llama-style", "DiT-style"])
+def test_a_step_of_a_large_model_keeps_its_shapes(modules, name):
+    """Only its types are computed."""
+    training = modules("training")
+    model, shapes = training.MODELS[name], training.jax.eval_shape
+    state = shapes(lambda: training.initial(model))
+    given = shapes(lambda: training.batch(model))
+    for attention in (training.ATTENTIONS[peer] for peer in ("memeff", "jax_xla")):
+        own = functools.partial(training.step, model, attention)
+        after, loss = shapes(own, state, given)
+        assert after == state and loss.dtype == "float32"
 
 
 def test_a_failing_step_leaves_a_state_for_the_others(modules):
