@@ -60,7 +60,9 @@ def _pages(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list[
         peers = [r for n, r in found.items() if n in PEERS and n not in OURS and "seconds" in r]
         fastest = min(peers, key=lambda record: record["seconds"], default={})
         times = [_time(found.get(name, {})) for name in _WAYS]
-        rows.append([step["name"], *times, _ratio(found.get("pages64", {}), fastest)])
+        ratio = _ratio(found.get("pages64", {}), fastest)
+        is_slower = ratio != _MISSING and float(ratio) < 1
+        rows.append([step["name"], *times, f"**{ratio}**" if is_slower else ratio])
     return [
         "## Pages",
         "Times in µs with keys in pages in random order. The last column is the time of the "
