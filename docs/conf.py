@@ -11,7 +11,7 @@ import os
 import re
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from docutils.nodes import document
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-REPOSITORY = "https://github.com/jax-memeff/jax-memeff/blob/main"
+REPOSITORY = "https://github.com/jax-memeff/jax-memeff"
 
 project = "jax-memeff"
 author = "the jax-memeff authors"
@@ -42,11 +42,25 @@ highlight_language = "text"  # formulas in docstrings are no Python
 pygments_dark_style = "github-dark"
 
 html_theme = "furo"
-html_title = "jax-memeff"
+html_title = f"jax-memeff {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
+html_search_scorer = str(DOCS / "search_scorer.js")
 html_copy_source = False
+templates_path = ["_templates"]
+html_context = {"repository": REPOSITORY}
+html_sidebars = {
+    "**": [
+        *("sidebar/brand.html", "repository.html", "sidebar/search.html"),
+        *("sidebar/scroll-start.html", "sidebar/navigation.html", "sidebar/scroll-end.html"),
+    ]
+}
 html_theme_options = {
+    # At the end of each page, because a phone does not show the sidebar.
+    "footer_icons": [
+        {"name": "Repository", "url": REPOSITORY, "html": "Repository", "class": "repository"}
+    ],
     "light_css_variables": {"color-brand-primary": "#0b5394", "color-brand-content": "#0b5394"},
     "dark_css_variables": {"color-brand-primary": "#79b8ff", "color-brand-content": "#79b8ff"},
 }
@@ -59,7 +73,12 @@ SHOWN = {
 """Files outside this folder, by the page that shows each."""
 
 _PAGES = {path: f"/{page}.md" for page, path in SHOWN.items()} | {ROOT / "README.md": "/index.md"}
+OUTSIDE_SEARCH = ("tuning/", "project/changelog", "project/benchmark_method")
+"""Pages that users do not look for: their words would hide guides. Other pages link to them."""
+
 _LINK = re.compile(r"\]\((?P<target>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
+_WORD_OF_CODE = re.compile(r'(?<=<span class="pre">)[^<]{18,}(?=</span>)')
+_BREAK_AFTER = re.compile(r"(?<=\w)([_./,=(\[|]+|-(?=\w))(?=\w)")
 
 
 def site_links(text: str, folder: Path) -> str:
@@ -68,7 +87,7 @@ def site_links(text: str, folder: Path) -> str:
     >>> site_links("[a](../README.md) [b](guide/masks.md#window)", DOCS)
     '[a](/index.md) [b](/guide/masks.md#window)'
     >>> site_links("[c](../../examples)", DOCS / "guide").removeprefix(f"[c]({REPOSITORY}")
-    '/examples)'
+    '/blob/main/examples)'
     """
 
     def on_site(link: re.Match[str]) -> str:
@@ -79,7 +98,7 @@ def site_links(text: str, folder: Path) -> str:
         elif path.is_relative_to(DOCS) and path.suffix in (".md", ".svg", ".png"):
             target = f"/{path.relative_to(DOCS)}{anchor}"
         else:
-            target = f"{REPOSITORY}/{path.relative_to(ROOT)}{anchor}"
+            target = f"{REPOSITORY}/blob/main/{path.relative_to(ROOT)}{anchor}"
         return f"]({target})"
 
     return _LINK.sub(on_site, text)
@@ -102,6 +121,15 @@ def contents(page: str, text: str) -> str:
     names = [name for name in dict.fromkeys([*linked, *there]) if name in there]
     entries = "\n".join(prefix + name for name in names if name != "README")
     return f"\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
+
+
+def breakable(body: str) -> str:
+    """HTML whose long words of code may break after separators, but not inside identifiers.
+
+    >>> breakable('<span class="pre">key_value_seq_lengths</span>')
+    '<span class="pre">key_<wbr>value_<wbr>seq_<wbr>lengths</span>'
+    """
+    return _WORD_OF_CODE.sub(lambda word: _BREAK_AFTER.sub(r"\1<wbr>", word[0]), body)
 
 
 def _read(app: Sphinx, page: str, source: list[str]) -> None:
@@ -133,6 +161,23 @@ def _inline_pictures(app: Sphinx, doctree: document, page: str) -> None:
             image.replace_self(nodes.raw("", raw, format="html"))
 
 
+def _leave_out_of_search(app: Sphinx, doctree: document) -> None:
+    page = app.env.docname
+    if page.startswith(OUTSIDE_SEARCH):
+        app.env.metadata[page]["nosearch"] = "yes"
+    if page == "tuning/README":
+        app.env.metadata[page]["orphan"] = "yes"  # no table of contents has it
+
+
+def _break_code(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: document | None
+) -> None:
+    if "body" in context:
+        context["body"] = breakable(context["body"])
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", _read)
     app.connect("doctree-resolved", _inline_pictures)
+    app.connect("doctree-read", _leave_out_of_search)
+    app.connect("html-page-context", _break_code)

@@ -366,7 +366,7 @@ def test_the_time_of_code_generation_has_every_lowering_and_its_import(modules, 
     assert module.__name__ in sys.modules
 
 
-def test_errors_of_peers_beside_float64(modules):
+def test_errors_of_peers_compared_with_float64(modules):
     precision, peers = modules("precision"), modules("programs.peers")
     selected = peers.peers("memeff_xla,jax_xla,pallas_mgpu")
     for cell in precision.cells([16], [96], ["float32"]):
