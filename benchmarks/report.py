@@ -67,7 +67,8 @@ PAGES = {
     "losses": (
         "Where a peer is faster",
         "All figures with a ratio (the time of the fastest peer divided by ours) below 1, the "
-        "lowest first.",
+        "lowest first. No peer reads pages: [Serving](serving.md#pages) compares such calls with "
+        "peers that read contiguous keys.",
     ),
     "system": (
         "Determinism, several devices, host",

@@ -23,7 +23,9 @@ EXTRACT = {
 """The rows of the README, by device. Those of CPUs follow."""
 LEGEND = (
     "A *ratio* is the time of the fastest peer divided by ours: above 1 we are faster, and a "
-    "**bold** ratio is a loss. Times are µs of a call."
+    "**bold** ratio is a loss. Times are µs of a call. Above each table stand the mean ratios to "
+    "each peer, forward and then forward + backward, and the numbers of cells in which it has a "
+    "figure."
 )
 
 
@@ -91,18 +93,24 @@ def losses(groups: Sequence[Group]) -> str:
 
 
 def section(group: Group) -> str:
-    """The heading and the table of a group: all its cells, also those that no peer computes."""
+    """The heading and the table of a group: all its cells, also those that no peer computes.
+
+    If the same peer is the fastest in every cell, the header names it.
+    """
     directions = [d for d in DIRECTIONS if any(r.direction == d for r in group.results)]
     cells: dict[str, dict[str, Result]] = {}
     for result in group.results:
         cells.setdefault(result.name, {})[result.direction] = result
+    fastest = {result.peer for result in group.compared()}
+    is_named = len(fastest) > 1
     lines = [
-        [name, *(figure for d in directions for figure in _figures(found.get(d)))]
+        [name, *(figure for d in directions for figure in _figures(found.get(d), is_named))]
         for name, found in cells.items()
     ]
     header = [group.title]
     for direction in directions:
-        header += [f"{DIRECTIONS[direction]}: ours", "fastest peer", "ratio"]
+        peer = "fastest peer" if is_named or not fastest else min(fastest)
+        header += [f"{DIRECTIONS[direction]}: ours", peer, "ratio"]
     parts = [f"## {heading(group)}", _peers(group, directions), table(header, lines)]
     return "\n\n".join([*filter(None, parts), "\n".join(group.sources)])
 
@@ -133,13 +141,14 @@ def extract(groups: Sequence[Group]) -> str:
     return f"{counted(groups)}\n\n{table([*header, 'slower', 'peers'], lines)}"
 
 
-def _figures(result: Result | None) -> list[str]:
+def _figures(result: Result | None, is_named: bool) -> list[str]:
     if result is None:
         return ["", "", ""]
     own = "failed" if result.seconds is None else time(result.seconds)
     if not result.peers:
         return [own, "none", ""]
-    return [own, f"{time(result.peers[result.peer])} {result.peer}", ratio(result)]
+    peer = f" {result.peer}" if is_named else ""
+    return [own, f"{time(result.peers[result.peer])}{peer}", ratio(result)]
 
 
 def ratio(result: Result) -> str:
@@ -170,4 +179,4 @@ def _peers(group: Group, directions: Sequence[str]) -> str:
         ]
         figures = " and ".join(f"{mean(r):.2f} ({len(r)})" if r else "none" for r in own)
         parts.append(f"{label} {figures}")
-    return f"Mean ratio by peer (cells): {', '.join(parts)}." if parts else ""
+    return f"Mean ratios (cells): {', '.join(parts)}." if parts else ""

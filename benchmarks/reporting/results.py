@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from programs.peers import OURS
 
 DIRECTIONS = {"forward": "forward", "forward_backward": "forward + backward"}
 _HOPPER = ("H100", "H200", "GH200")
+_UNSAID = re.compile(r"^NVIDIA | 80GB HBM3$|\(R\)|\(TM\)| CPU @ [\d.]+GHz| Processor")
 _OLD = "host clock around"
 """How the clock of results begins that counts the host's work for each batch."""
 
@@ -31,8 +33,10 @@ def device_title(document: dict[str, Any]) -> str:
     'H200 with sm_80 kernels'
     >>> device_title({"device": {"name": "NVIDIA H100 80GB HBM3"}})
     'H100'
+    >>> device_title({"device": {"name": "Intel(R) Xeon(R) Gold 6248R CPU @ 3.00GHz on 4 threads"}})
+    'Intel Xeon Gold 6248R on 4 threads'
     """
-    name = document["device"]["name"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
+    name = _UNSAID.sub("", document["device"]["name"])
     if "residency" in document:
         name += f" with {document['residency']['arch'].replace('compute', 'sm')} kernels"
     return name

@@ -159,7 +159,7 @@ def test_functions_have_a_table_of_their_own(modules):
     }
     text = modules("report").tables(document)
     assert "|hd64 function alibi|0.50|0.50|0.25|" in text
-    assert "|hd64 function alibi|2000000|none||6000000|9000000 FlexAttention|1.50|" in text
+    assert "|hd64 function alibi|2000000|none||6000000|9000000|1.50|" in text
     assert "- hd64 function alibi: 30.00 ms, 0.5% of forward + backward" in text
     assert "500" in modules("user_functions.table").text(document)
 

@@ -37,7 +37,7 @@ def test_report_prints_the_tables_of_one_file(document, modules, tmp_path, monke
     modules("report").main()
     text = capsys.readouterr().out
     assert "jax.nn XLA 1.41 (2) and 1.41 (2)." in text
-    assert "|T512|1000|2000 jax.nn XLA|2.00|1000|2000 jax.nn XLA|2.00|\n" in text
+    assert "|T512|1000|2000|2.00|1000|2000|2.00|\n" in text
     assert "torch FlashAttention-2" not in text  # it has no figure here
     assert "200 random shapes of one feature set compile 2 kernels." in text
     assert "(`r.json`)." in text
@@ -49,7 +49,7 @@ def test_a_call_of_ours_that_failed_is_a_loss(document, modules):
         results["memeff_xla"] = {"error": "no kernel"}
     (group,) = modules("overview").of_document(made)
     assert [result.is_slower for result in group.compared()] == [True, True, False, False]
-    assert "|T512|failed|2000 jax.nn XLA|**0.00**|" in modules("overview").text.section(group)
+    assert "|T512|failed|2000|**0.00**|" in modules("overview").text.section(group)
 
 
 def test_a_cell_that_no_peer_computes_is_in_the_table(document, modules):
@@ -66,6 +66,11 @@ def test_the_fastest_peer_of_each_cell_counts(document, modules):
     made["cells"][1]["group"] = "features"
     for results in made["cells"][0]["results"].values():
         results["torch_flash"] = {"seconds": 5e-4}
+    text = modules("report").tables(made)
+    assert "|main grid|forward: ours|torch FlashAttention-2|ratio|" in text
+    assert "|T512|1000|500|**0.50**|1000|500|**0.50**|" in text
+    assert "|T2048|1000|1000|1.00|1000|1000|1.00|" in text
+    made["cells"][1]["group"] = "main"
     text = modules("report").tables(made)
     own = "500 torch FlashAttention-2|**0.50**"
     assert f"|T512|1000|{own}|1000|{own}|" in text
