@@ -120,10 +120,12 @@ def _page(name: str, groups: Sequence[Group], documents: Sequence[dict[str, Any]
     parts += map(overview.text.section, own)
     if name == "losses":
         parts.append(overview.text.losses(groups))
-    others = {"features": functions, "serving": server, "system": system}
-    if name in others:
-        parts += [text for document in documents if (text := others[name](document))]
-    return "\n\n".join(parts) + "\n"
+    for document in documents:
+        kind = architecture(document)
+        for own_page, tables_of in _OTHERS.items():
+            if name == (own_page if kind == "hopper" else kind):
+                parts.append(tables_of(document))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def functions(document: dict[str, Any]) -> str:
@@ -282,6 +284,10 @@ def _step(own: float | None, peers: dict[str, float], model: dict[str, Any]) -> 
         return [name, ours, "none", ""]
     peer = f"{tokens / peers[result.peer]:,.0f} {result.peer}"
     return [name, ours, peer, overview.text.ratio(result)]
+
+
+_OTHERS = {"features": functions, "serving": server, "system": system}
+"""Tables without peers, by the page that has those of Hopper."""
 
 
 def tables(document: dict[str, Any]) -> str:

@@ -126,6 +126,17 @@ def test_results_of_a_cpu_never_count_among_those_of_gpus(overview, monkeypatch)
     assert all("T8" not in [r.name for r in own] for _, x in gpus for own in x.values())
 
 
+def test_steps_of_a_server_on_a_cpu_are_on_its_page(modules):
+    times = {"pages64": {"seconds": 3e-6}, "steps": {"seconds": 2e-6}, "prompts": {"seconds": 2e-6}}
+    step = {"name": "8 and 1", "group": "ragged", "results": times}
+    steps = {"steps": [step], "labels": {}, "host": {}}
+    report = modules("report")
+    for kind, page in ((CPU, "cpu"), (DOCUMENTS[0], "serving")):
+        own = {**{name: kind[name] for name in ("device", "date", "versions")}, **steps}
+        found = {name for name in report.PAGES if "|8 and 1|" in report._page(name, [], [own])}
+        assert found == {page}
+
+
 def test_without_a_loss_there_is_no_table_of_losses(overview):
     won = document("2026-01-01", "small", [("T8", {"forward": (1.0, 1.0, 1.2)})])
     assert overview.text.losses(overview.groups([won])) == "## H100: 0 of 1 figures"
