@@ -1,8 +1,7 @@
 """Times the calls of an inference server: ``python benchmarks/paged.py --help``.
 
-Each step of ``server/steps.py`` is timed with keys in pages of several kinds and with contiguous
-keys, beside other implementations, which read contiguous keys only. README.md in this folder
-explains the timing.
+Each step of ``server/steps.py`` is timed with keys in pages of several kinds, and compared with
+calls of ours and of others on contiguous keys. README.md in this folder explains the timing.
 """
 
 from __future__ import annotations

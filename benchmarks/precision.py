@@ -1,7 +1,7 @@
 """Errors of attention and of its peers: ``python benchmarks/precision.py --help``.
 
 Each implementation computes the same inputs once, and float64 gives the reference. ``report.py``
-writes the table.
+summarizes them in docs/guide/precision.md.
 """
 
 from __future__ import annotations

@@ -1,198 +1,218 @@
-"""Tables and plots from results: ``python benchmarks/report.py RESULTS.json``.
+"""Pages, tables and pictures from results.
 
-It writes between ``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->``. ``tables`` has
-the results of the main grid, ``host`` the host's cost. Other results go to ``features``, or to a
-block of their own if _BLOCKS has their group; those of another architecture go to the block with
-its name; those of ring.py go to ``ring``, those of paged.py to ``paged``, those of precision.py to
-``precision``, and those of tests/gallery/gallery_errors.py to ``errors``. Blocks that were not
-measured are kept. ``overview``, with a picture of its own, and ``extract`` are written each time,
-from the results in benchmarks/results.
+    python benchmarks/report.py                # writes all that benchmarks/results determine
+    python benchmarks/report.py RESULTS.json   # prints the tables of one file
+
+The first command writes the pages of docs/benchmarks, two pictures, and what stands between
+``<!-- benchmarks:begin NAME -->`` and ``<!-- benchmarks:end -->`` in docs/benchmarks.md, README.md
+and docs/guide/precision.md. The results are facts: the tables have all of them, and every loss.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import overview
-from programs.peers import OURS
-from reporting import plots, precision_table
+from overview.comparison import Group, Result
+from reporting import precision_table
 from reporting.markdown_table import table
-from reporting.ratios import ours, ratios
-from reporting.results import device_title, read
+from reporting.results import DIRECTIONS, architecture, device_title, read, source, time
 from server import table as server_table
 from user_functions import errors
 from user_functions import table as function_table
 
 _ROOT = Path(__file__).parent.parent
-_RESULTS = _ROOT / "benchmarks" / "results"
+RESULTS = _ROOT / "benchmarks" / "results"
 _DOCS = _ROOT / "docs"
-_TARGETS = (_DOCS / "benchmarks.md", _DOCS / "guide" / "precision.md", _ROOT / "README.md")
 _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
-# Groups with a block of their own, for results whose cells all belong to one group.
-_BLOCKS = ("masks", "deterministic", "decode", "dims", "large_dims", "float32", "functions", "cpu")
-# Results of other architectures, attention.py --arch.
-_ARCHITECTURES = ("compute_80", "compute_86")
-_NAMES = (
-    *("tables", "host", "features", "paged", "ring", "errors", "precision"),
-    *("overview", "extract"),
-    *_ARCHITECTURES,
-    *_BLOCKS,
-)
 _FIRST_RESULTS = {"cold": "empty cache", "warm": "filled cache", "archive": "archive"}
-_GRID = frozenset(("main", "small", "tiny"))
 _MISSING = "n/a"
-_FEW_QUERIES = "decode"
+
+PAGES = {
+    "dense": (
+        "Dense attention on Hopper",
+        "The main grid has 64 MiB in every operand. Above head dim 256 the peers are PyTorch's "
+        "mem-efficient kernel and plain XLA, which stores all scores and skips no masked ones. A "
+        "peer whose results are wrong has no figure: the gradients of FlashAttention-4 4.0.0b36 at "
+        "head dims 40, 48, 72 and 80. Products of float32 have its precision on both sides.",
+    ),
+    "features": (
+        "Features on Hopper",
+        "A bias has the shape `[1, N, T, S]` and a gradient. With a mask, only valid pairs count.",
+    ),
+    "serving": (
+        "Serving on Hopper",
+        "The first tables compare calls with contiguous keys, because peers read no pages.",
+    ),
+    "sm80": (
+        "GPUs without wgmma",
+        "A100, A10, L4, L40S, RTX and, until they have kernels of their own, Blackwell GPUs run "
+        "the kernels with `mma.sync`. Kernels for compute_80 on an H200 run with as many CTAs on "
+        "an SM as on an A100. Clock, tensor cores, L2 and DRAM are those of an H200: the tables "
+        "compare code ([what carries over](../../benchmarks/README.md#other-architectures)). "
+        "Above head dim 128 FlashAttention-2 has tiles for which an A100 has too little shared "
+        "memory.",
+    ),
+    "cpu": (
+        "Plain JAX on CPUs",
+        "Everything but an NVIDIA GPU runs the path in plain JAX. The peer is the path of `jax.nn` "
+        "that runs there. Both compute products in float32.",
+    ),
+    "losses": (
+        "Where a peer is faster",
+        "All figures with a ratio (the time of the fastest peer divided by ours) below 1, the "
+        "lowest first. No peer reads pages: [Serving](serving.md#pages) compares such calls with "
+        "peers that read contiguous keys.",
+    ),
+    "system": (
+        "Determinism, several devices, host",
+        "These tables compare calls of jax-memeff with each other.",
+    ),
+}
 
 
-def summary(document: dict[str, Any]) -> str:
-    """Geometric mean and minimum of the ratio to each peer, and by group of cells to the fastest
-    peer of each cell.
-
-    Only cells with figures for both count, so the table shows their number.
-    """
-    document = _with_figures(document)
-    own, cells = ours(document), document["cells"]
-    compared = {label: (cells, [peer]) for peer, label in document["peers"].items() if peer != own}
-    others = [peer for peer in document["peers"] if peer not in OURS]
-    for group in dict.fromkeys(cell["group"] for cell in cells):
-        members = [cell for cell in cells if cell["group"] == group]
-        compared[f"the fastest of all, `{group}` cells"] = (members, others)
-    rows = []
-    for label, (members, peers) in compared.items():
-        row = [label]
-        for direction in plots.TITLES:
-            if values := ratios(members, direction, own, peers):
-                mean = math.exp(math.fsum(map(math.log, values.values())) / len(values))
-                slowest = min(values, key=lambda name: values[name])
-                least = f"{values[slowest]:.2f} ({slowest})"
-                row += [str(len(values)), f"{mean:.2f}", least]
-            else:
-                row += ["0", _MISSING, _MISSING]
-        rows.append(row)
-    header = [f"speed of {document['peers'][own]} / peer"]
-    for title in plots.TITLES.values():
-        header += [f"{title.lower()}: cells", "geometric mean", "minimum"]
-    return f"{_machine(document)}\n\n{table(header, rows)}"
+def files(documents: Iterable[dict[str, Any]]) -> dict[Path, str]:
+    """The text of each file that is generated from the documents, by its path."""
+    documents = list(documents)
+    groups = overview.groups(documents)
+    found = {_DOCS / "benchmarks" / f"{name}.md": _page(name, groups, documents) for name in PAGES}
+    pictures, blocks = {}, _blocks(groups, documents)
+    missing = overview.picture.unmeasured(groups)
+    note = f"not measured: {', '.join(missing)}" if missing else ""
+    for name, caption, parts, below in (
+        ("architectures", "by architecture", overview.picture.by_architecture(groups), note),
+        ("tasks", "by task", overview.picture.by_task(groups), ""),
+    ):
+        pictures[_DOCS / "images" / f"{name}.svg"] = overview.picture.drawn(parts, below)
+        numbers = overview.picture.spoken(parts)
+        blocks[name] = f"![Mean ratios {caption}. {numbers}](images/{name}.svg)"
+    for path in (_DOCS / "benchmarks.md", _DOCS / "guide" / "precision.md", _ROOT / "README.md"):
+        found[path] = insert(path.read_text(), blocks)
+    return found | pictures
 
 
-def _with_figures(document: dict[str, Any]) -> dict[str, Any]:
-    """The results without the peers that have no figure in any cell."""
-    measured = {
-        peer
-        for cell in document["cells"]
-        for results in cell["results"].values()
-        for peer, record in results.items()
-        if "error" not in record
+def _blocks(groups: Sequence[Group], documents: Sequence[dict[str, Any]]) -> dict[str, str]:
+    measured = [_precision(d) for d in documents if "precision" in d]
+    return {
+        "index": f"{overview.text.counted(groups)}\n\n{overview.text.index(groups)}",
+        "extract": overview.text.extract(groups),
+        "training": training(documents),
+        "precision": "\n\n".join(measured),
     }
-    peers = {peer: label for peer, label in document["peers"].items() if peer in measured}
-    return document | {"peers": peers}
 
 
-def _without_figures(document: dict[str, Any]) -> list[str]:
-    """A line for each peer that has no figure in any cell, with its errors."""
-    lines = []
-    for peer in document["peers"].keys() - _with_figures(document)["peers"].keys():
-        records = [r[peer] for c in document["cells"] for r in c["results"].values() if peer in r]
-        errors = dict.fromkeys(record["error"] for record in records)
-        lines.append(f"- {document['peers'][peer]}: `{'`, `'.join(errors)}`")
-    return sorted(lines)
+def _precision(document: dict[str, Any]) -> str:
+    return f"{precision_table.text(document)}\n\n{source(document)}"
 
 
-def _machine(document: dict[str, Any]) -> str:
-    device, versions = document["device"], document["versions"]
-    driver = f", driver {device['driver']}" if device["driver"] else ""
-    parts = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"{device_title(document)}{driver}, {document['date']}; {parts}."
+def _page(name: str, groups: Sequence[Group], documents: Sequence[dict[str, Any]]) -> str:
+    title, introduction = PAGES[name]
+    parts = [f"# {title}", f"{introduction} [All benchmarks](../benchmarks.md)."]
+    own = [group for group in groups if overview.text.page(group) == name]
+    if own:
+        parts.append(overview.text.LEGEND)
+    parts += map(overview.text.section, own)
+    if name == "losses":
+        parts.append(overview.text.losses(groups))
+    for document in documents:
+        kind = architecture(document)
+        for own_page, tables_of in _OTHERS.items():
+            if name == (own_page if kind == "hopper" else kind):
+                parts.append(tables_of(document))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _has_few_queries(cell: dict[str, Any]) -> bool:
-    return cell["group"] == _FEW_QUERIES
-
-
-def _figures(
-    document: dict[str, Any], direction: str, reasons: list[str], few_queries: bool
-) -> str:
-    """TFLOP/s of each cell and peer, or TB/s of keys and values if there are few queries."""
-    rows = []
-    for cell in document["cells"]:
-        if direction not in cell["results"] or _has_few_queries(cell) != few_queries:
-            continue
-        row = [cell["name"]]
-        for peer in document["peers"]:
-            record = cell["results"][direction][peer]
-            if "error" in record:
-                if record["error"] not in reasons:
-                    reasons.append(record["error"])
-                row.append(f"[{reasons.index(record['error']) + 1}]")
-                continue
-            rate = record["bytes_per_second"] / 1e12 if few_queries else record["tflops"]
-            figure = f"{rate:.3g}"
-            row.append(f"**{figure}**" if record["ratio_to_best"] == 1 else figure)
-        rows.append(row)
-    unit = "TB/s" if few_queries else "TFLOP/s"
-    return table([unit, *document["peers"].values()], rows) if rows else ""
-
-
-def _memory(document: dict[str, Any]) -> str:
-    """MiB that XLA plans for a call of each ``memory`` cell; other peers do not report it."""
-    rows = []
-    for cell in document["cells"]:
-        for direction, results in cell["results"].items() if cell["group"] == "memory" else ():
-            sizes = (results[peer].get("temporary_bytes") for peer in document["peers"])
-            figures = [_MISSING if size is None else f"{size / 2**20:.0f}" for size in sizes]
-            rows.append([f"{cell['name']}, {plots.TITLES[direction].lower()}", *figures])
-    return table(["MiB", *document["peers"].values()], rows) if rows else ""
-
-
-def tables(document: dict[str, Any], plot: str | None) -> str:
-    """Summary, plot, one table for each direction, and why figures are missing."""
-    parts = [summary(document)]
-    absent = _without_figures(document)
-    document = _with_figures(document)
-    if plot is not None:
-        title = plots.GRID_TITLE if plots.cells_of_grid(document) else plots.SPEED_TITLE
-        parts.append(f"![{title}]({plot})")
-    reasons: list[str] = []
-    for direction, title in plots.TITLES.items():
-        if figures := _figures(document, direction, reasons, few_queries=False):
-            parts.append(f"### {title}\n\nThe fastest of each row is bold.\n\n{figures}")
-    if figures := _figures(document, "forward", reasons, few_queries=True):
-        copy = document["device"]["copy_bytes_per_second"] / 1e12
-        parts.append(
-            "### Few queries, long keys\n\nForward: the bytes of keys and values per second. "
-            f"Negating an array reads and writes {copy:.3g} TB/s.\n\n{figures}"
-        )
-    if memory := _memory(document):
-        parts.append(f"### Memory\n\nBeyond operands and results.\n\n{memory}")
-    if reasons or absent:
-        listed = [f"- [{i}] `{reason}`" for i, reason in enumerate(reasons, 1)]
-        parts.append("\n".join(["No figure, because:\n", *listed, *absent]))
-    spreads = [
-        record["spread"]
-        for cell in document["cells"]
-        for results in cell["results"].values()
-        for record in results.values()
-        if "spread" in record
-    ]
-    if spreads:
-        middle = sorted(spreads)[len(spreads) // 2]
-        parts.append(
-            "Spread of the batches, (slowest - fastest) / median: "
-            f"{middle:.1%} in the median cell, {max(spreads):.1%} at most."
-        )
+def functions(document: dict[str, Any]) -> str:
+    """Functions compared with the plain call, and the errors of the gallery's functions."""
+    parts = []
+    if any(cell["group"] == "functions" for cell in document.get("cells", ())):
+        parts += [
+            "## Functions compared with the plain call",
+            "The time of the plain call divided by that with the function. If an argument has the "
+            "same meaning (segment ids, window, soft cap), the plain call uses it.",
+            table(*function_table.of_plain(document)),
+            *function_table.compilation(document),
+        ]
+        if lines := function_table.block_masks(document):
+            parts.append("Block masks:\n\n" + "\n".join(f"- {line}" for line in lines))
+        parts.append(source(document))
+    if "gallery_errors" in document:
+        records = document["gallery_errors"]
+        parts += [
+            "## Errors of functions",
+            "The largest error of the [gallery](../gallery/README.md)'s functions, divided by that "
+            "of dense JAX in the same precision (`tests/gallery/gallery_errors.py`). Gradients of "
+            "captured arrays are apart: kernels compute `rowsum(dO * O)` from the rounded output, "
+            "so all scores of a row have the same error and a sum does not average it out.",
+            table(*errors.rows(records)),
+        ]
+        if lines := errors.failures(records):
+            parts.append("Beyond the limit:\n\n" + "\n".join(f"- {line}" for line in lines))
+        parts.append(source(document))
     return "\n\n".join(parts)
+
+
+def server(document: dict[str, Any]) -> str:
+    """The steps of a server from pages."""
+    if "steps" not in document:
+        return ""
+    return f"{server_table.text(document)}\n\n{source(document)}"
+
+
+def system(document: dict[str, Any]) -> str:
+    """The deterministic backward, ring attention and the host's cost."""
+    parts = [deterministic(document), ring(document), host(document)]
+    return "\n\n".join(filter(None, parts))
+
+
+def deterministic(document: dict[str, Any]) -> str:
+    """The time of the default divided by that with ``deterministic_backward=True``."""
+    rows = []
+    for cell in document.get("cells", ()):
+        if cell["group"] == "deterministic":
+            pairs = [
+                [cell["results"][d][name]["seconds"] for name in ("memeff_cuda", _DETERMINISTIC)]
+                for d in DIRECTIONS
+            ]
+            rows.append([cell["name"], *(f"{own / other:.2f}" for own, other in pairs)])
+    if not rows:
+        return ""
+    header = ["speed relative to the default", *DIRECTIONS.values()]
+    return f"## Deterministic backward\n\n{table(header, rows)}\n\n{source(document)}"
+
+
+_DETERMINISTIC = "memeff_deterministic"
+
+
+def ring(document: dict[str, Any]) -> str:
+    """The results of ring.py: times, and throughput per device relative to a single device."""
+    if "ring" not in document:
+        return ""
+    measured = document["ring"]
+    rows = []
+    for direction, title in DIRECTIONS.items():
+        for name, record in measured["results"][direction].items():
+            label = f"{title}, {name}"
+            if "error" in record:
+                rows.append([label, f"`{record['error']}`", _MISSING, _MISSING])
+                continue
+            share = f"{record['of_one_device']:.1%}" if "of_one_device" in record else ""
+            rate = f"{record['tflops_per_device']:.3g}"
+            rows.append([label, time(record["seconds"]), rate, share])
+    header = [measured["name"], "µs", "TFLOP/s of a device", "of one device on its share"]
+    title = f"## Ring attention on {measured['devices']} devices"
+    return f"{title}\n\n{table(header, rows)}\n\n{source(document)}"
 
 
 def host(document: dict[str, Any]) -> str:
     """The host's cost: calls, first result, kernels compiled."""
-    rows = document["host"]
+    rows = document.get("host", {})
     parts = []
     if "dispatch" in rows:
         dispatch = rows["dispatch"]
@@ -202,11 +222,11 @@ def host(document: dict[str, Any]) -> str:
             [labels[name]]
             + [
                 f"{record['us']:.1f}" if "us" in record else record.get("error", _MISSING)
-                for record in (dispatch[direction].get(name, {}) for direction in plots.TITLES)
+                for record in (dispatch[direction].get(name, {}) for direction in DIRECTIONS)
             ]
             for name in names
         ]
-        header = [f"host time of a jitted call, µs ({dispatch['cell']})", *plots.TITLES.values()]
+        header = [f"host time of a jitted call, µs ({dispatch['cell']})", *DIRECTIONS.values()]
         parts.append(table(header, cells))
     if "first_result" in rows:
         states = rows["first_result"]
@@ -214,7 +234,7 @@ def host(document: dict[str, Any]) -> str:
         cells = [
             [step.replace("_", " ")]
             + [
-                f"{value:.3f}" if isinstance(value, float) else str(value)
+                f"{value:.2f}" if isinstance(value, float) else str(value)
                 for value in (state.get(step, _MISSING) for state in states.values())
             ]
             for step in steps
@@ -229,157 +249,103 @@ def host(document: dict[str, Any]) -> str:
             else f"{count['shapes']} random shapes of one feature set compile "
             f"{len(count['kernels'])} kernels."
         )
+    if not parts:
+        return ""
+    title = f"## Host cost ({device_title(document)})"
+    return "\n\n".join([title, *parts, source(document)])
+
+
+def training(documents: Iterable[dict[str, Any]]) -> str:
+    """Tokens per second of training steps, with the fastest path of ``jax.nn`` as the peer."""
+    parts = []
+    records = [document for document in documents if "training" in document]
+    for document in records:
+        rows = []
+        for model in document["training"]:
+            found = {n: r.get("seconds") for n, r in model["results"].items()}
+            own = found.pop("memeff", None)
+            peers = {document["labels"][name]: time for name, time in found.items() if time}
+            rows.append(_step(own, peers, model))
+        header = [f"{device_title(document)}: tokens per second", "ours", "fastest peer", "ratio"]
+        parts += [table(header, rows), source(document)]
+    if all(architecture(document) == "cpu" for document in records):
+        parts.append(
+            "No GPU has run `benchmarks/training.py` yet, so training steps of whole models are "
+            "unmeasured there."
+        )
     return "\n\n".join(parts)
 
 
-def ring(document: dict[str, Any]) -> str:
-    """The results of ring.py: times, and throughput per device relative to a single device."""
-    measured = document["ring"]
-    rows = []
-    for direction, title in plots.TITLES.items():
-        for name, record in measured["results"][direction].items():
-            label = f"{title.lower()}, {name}"
-            if "error" in record:
-                rows.append([label, f"`{record['error']}`", _MISSING, _MISSING])
-                continue
-            ratio = f"{record['of_one_device']:.1%}" if "of_one_device" in record else ""
-            rate = f"{record['tflops_per_device']:.3g}"
-            rows.append([label, f"{1e3 * record['seconds']:.1f}", rate, ratio])
-    header = [f"{measured['name']}, {measured['devices']} devices", "ms", "TFLOP/s of a device"]
-    return f"{_machine(document)}\n\n{table([*header, 'of one device on its share'], rows)}"
+def _step(own: float | None, peers: dict[str, float], model: dict[str, Any]) -> list[str]:
+    name, tokens = model["name"], model["batch"] * model["length"]
+    result = Result(name, "forward_backward", own, peers)
+    ours = "failed" if own is None else f"{tokens / own:,.0f}"
+    if not peers:
+        return [name, ours, "none", ""]
+    peer = f"{tokens / peers[result.peer]:,.0f} {result.peer}"
+    return [name, ours, peer, overview.text.ratio(result)]
 
 
-def functions(document: dict[str, Any]) -> str:
-    """The speed of functions relative to others, and the reasons for missing figures."""
-    parts = [_machine(document), table(*function_table.rows(document))]
-    reasons = dict.fromkeys(
-        f"- {document['peers'][peer]}, {cell['name']}: `{record['error']}`"
-        for cell in document["cells"]
-        for results in cell["results"].values()
-        for peer, record in results.items()
-        if "error" in record
-    )
-    parts += function_table.compilation(document)
-    if lines := function_table.block_masks(document):
-        parts.append("Block masks, for both directions:\n\n" + "\n".join(f"- {x}" for x in lines))
-    if reasons:
-        parts.append("No figure, because:\n\n" + "\n".join(reasons))
-    return "\n\n".join(parts)
+_OTHERS = {"features": functions, "serving": server, "system": system}
+"""Tables without peers, by the page that has those of Hopper."""
 
 
-def gallery_errors(document: dict[str, Any]) -> str:
-    """The errors of the gallery's functions relative to dense JAX, and those beyond their limit."""
-    records = document["gallery_errors"]
-    parts = [_machine(document), table(*errors.rows(records))]
-    if lines := errors.failures(records):
-        parts.append("Beyond the limit:\n\n" + "\n".join(f"- {line}" for line in lines))
-    return "\n\n".join(parts)
-
-
-def of_grid(document: dict[str, Any]) -> bool:
-    """Whether results hold cells of the main grid."""
-    return any(cell["group"] in _GRID for cell in document.get("cells", ()))
-
-
-def block_of(document: dict[str, Any]) -> str:
-    """The name of the block for results outside the main grid."""
-    groups = {cell["group"] for cell in document["cells"]}
-    return groups.pop() if len(groups) == 1 and groups <= set(_BLOCKS) else "features"
-
-
-def plot_path(document: dict[str, Any], grid: Path) -> Path | None:
-    """The path of the plot of results, beside that of the grid; None if their block has no plot."""
-    if "residency" in document:
-        return grid.with_name(f"{document['residency']['arch']}{grid.suffix}")
-    groups = {cell["group"] for cell in document.get("cells", ())}
-    if of_grid(document):
-        return grid
-    if not groups or groups & {"functions", "gallery"}:
-        return None
-    return grid.with_name(f"{block_of(document)}{grid.suffix}")
-
-
-def blocks(document: dict[str, Any], image: str | None) -> dict[str, str]:
-    """The text of results, by the name of its block."""
-    if "ring" in document:
-        return {"ring": ring(document)}
-    if "steps" in document:
-        return {"paged": f"{_machine(document)}\n\n{server_table.text(document)}"}
-    if "gallery_errors" in document:
-        return {"errors": gallery_errors(document)}
+def tables(document: dict[str, Any]) -> str:
+    """All tables of one document, for results that are not in the repository, too."""
+    found = overview.of_document(document)
+    parts = [overview.text.LEGEND] if any(group.compared() for group in found) else []
+    parts += [overview.text.section(group) for group in found if group.results]
+    parts += [memory(document), functions(document), server(document), system(document)]
     if "precision" in document:
-        return {"precision": f"{_machine(document)}\n\n{precision_table.text(document)}"}
-    if "residency" in document:
-        return {document["residency"]["arch"]: tables(document, image)}
-    if document["cells"] and not of_grid(document):
-        groups = {cell["group"] for cell in document["cells"]}
-        if groups == {"functions"}:
-            return {"functions": functions(document)}
-        if "gallery" in groups:
-            raise ValueError("results of the gallery have pages: python docs/gallery_pages.py")
-        return {block_of(document): tables(document, image)}
-    found = {"tables": tables(document, image)}
-    return found | ({"host": host(document)} if document["host"] else {})
+        parts.append(_precision(document))
+    if "training" in document:
+        parts.append(training([document]))
+    return "\n\n".join(filter(None, parts))
+
+
+def memory(document: dict[str, Any]) -> str:
+    """MiB that XLA plans for a call of each ``memory`` cell; other peers do not report it."""
+    rows = []
+    for cell in document.get("cells", ()):
+        for direction, results in cell["results"].items() if cell["group"] == "memory" else ():
+            sizes = (results[peer].get("temporary_bytes") for peer in document["peers"])
+            figures = [_MISSING if size is None else f"{size / 2**20:.0f}" for size in sizes]
+            rows.append([f"{cell['name']}, {DIRECTIONS[direction]}", *figures])
+    if not rows:
+        return ""
+    header = ["MiB beyond operands and results", *document["peers"].values()]
+    return f"## Memory\n\n{table(header, rows)}"
 
 
 def insert(text: str, blocks: dict[str, str]) -> str:
-    """``text``, with the content of each marked block that is in ``blocks`` replaced.
+    """``text``, with the content of each marked block replaced by that of ``blocks``.
 
     Raises ``ValueError`` if there is no marker, or if a marker has a name that no block has.
 
-    >>> insert("<!-- benchmarks:begin host -->\\n<!-- benchmarks:end -->", {"host": "3 us"})
-    '<!-- benchmarks:begin host -->\\n3 us\\n<!-- benchmarks:end -->'
+    >>> insert("<!-- benchmarks:begin index -->\\n<!-- benchmarks:end -->", {"index": "3 us"})
+    '<!-- benchmarks:begin index -->\\n3 us\\n<!-- benchmarks:end -->'
     """
     names = [match["name"] for match in _BLOCK.finditer(text)]
-    if not names or (unknown := set(names) - set(_NAMES)):
+    if not names or (unknown := set(names) - set(blocks)):
         wrong = f"the names {sorted(unknown)}" if names else "none"
         raise ValueError(
             "expected lines '<!-- benchmarks:begin NAME -->' and '<!-- benchmarks:end -->' with "
-            f"a NAME out of {', '.join(_NAMES)}, got {wrong}: add them where the figures belong"
+            f"a NAME out of {', '.join(blocks)}, got {wrong}: add them where the figures belong"
         )
-
-    def replaced(block: re.Match[str]) -> str:
-        if block["name"] not in blocks:
-            return block[0]
-        return f"{block[1]}{blocks[block['name']]}\n{block[3]}"
-
-    return _BLOCK.sub(replaced, text)
+    return _BLOCK.sub(lambda block: f"{block[1]}{blocks[block['name']]}\n{block[3]}", text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "results", type=Path, help="written by another command here, or by gallery_errors.py"
-    )
-    parser.add_argument(
-        "--into", type=Path, nargs="+", default=_TARGETS, help="default: docs and README.md"
-    )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        default=_ROOT / "docs" / "images" / "benchmarks.svg",
-        help="SVG or PNG of the main grid; other plots lie beside it (default: %(default)s)",
-    )
+    parser.add_argument("results", type=Path, nargs="?", help="a file to print the tables of")
     options = parser.parse_args()
-    document = read(options.results)
-    plot = plot_path(document, options.plot)
-    is_drawn = plot is not None and plots.draw(document, ours(document), plot)
-    compared = overview.rows(map(read, sorted(_RESULTS.glob("*.json"))))
-    for path in options.into:
-        image = os.path.relpath(plot, path.parent) if is_drawn and plot else None
-        try:
-            text = path.read_text()
-            found = blocks(document, image)
-            if overview.MARKER in text:
-                picture = options.plot.with_stem("overview")
-                overview.draw(compared, picture)
-                found["overview"] = overview.text(compared, os.path.relpath(picture, path.parent))
-            if overview.EXTRACT_MARKER in text:
-                found["extract"] = overview.extract(compared)
-            path.write_text(insert(text, found))
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"{path}: {error}") from error
-        print(f"updated {path}")
+    if options.results is not None:
+        print(tables(read(options.results)))
+        return
+    for path, text in files(map(read, sorted(RESULTS.glob("*.json")))).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        print(f"wrote {path.relative_to(_ROOT)}")
 
 
 if __name__ == "__main__":

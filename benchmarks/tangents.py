@@ -1,4 +1,4 @@
-"""Forward mode beside the plain forward: ``python benchmarks/tangents.py``.
+"""Forward mode compared with the forward: ``python benchmarks/tangents.py``.
 
 Prints a Markdown table. All programs of a cell alternate under the clock of ``timing.py``:
 
@@ -106,7 +106,9 @@ def row(cell: Cell, in_jax: bool, rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The time of jax.jvp beside that of the forward.")
+    parser = argparse.ArgumentParser(
+        description="The time of jax.jvp compared with that of the forward."
+    )
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--rounds", type=int, default=20)

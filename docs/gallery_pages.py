@@ -37,6 +37,8 @@ _MASK_SHAPE, _SCORE_SHAPE = Shape(1, 4, 64), Shape(1, 4, 25)
 _TILE = 4
 """Rows and columns of a tile in the pictures of masks."""
 _LEGEND = "![The colors of the pictures of masks](legend.svg)"
+_STYLE = "svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}"
+"""Where the SVG is no part of a page: the text is dark on a light page, and light on a dark one."""
 _LEVELS = ("#08306b", "#2171b5", "#6baed6", "#c6dbef", "#fee0d2", "#fc9272", "#de2d26", "#67000d")
 """From low to high scores."""
 
@@ -104,7 +106,9 @@ def _legend() -> str:
     width, line = 230, 22
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" '
-        f'height="{line * len(pictures.COLORS)}" font-family="sans-serif" font-size="14">'
+        f'height="{line * len(pictures.COLORS)}" fill="currentColor" font-family="sans-serif" '
+        'font-size="14">',
+        f"<style>{_STYLE}</style>",
     ]
     for number, (name, color) in enumerate(pictures.COLORS.items()):
         top = line * number

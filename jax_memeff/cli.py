@@ -494,7 +494,7 @@ def _add_verify(add: Any) -> None:
 
 
 def _add_bench(add: Any) -> None:
-    bench = add("bench", _bench, "time one call on this machine, CPU or GPU, beside jax.nn")
+    bench = add("bench", _bench, "time one call on this machine, CPU or GPU, compared with jax.nn")
     bench.epilog = (
         "example: python -m jax_memeff bench --batch 8 --seq 4096 --heads 32 --key-heads 8 "
         "--head-dim 128 --causal"

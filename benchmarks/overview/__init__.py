@@ -1,14 +1,9 @@
-"""All cells beside their fastest peers: which are slower, and when that was measured.
+"""All cells compared with their fastest peers.
 
-``rows`` reads the results, ``text`` writes the block ``overview`` of the report, ``draw`` its
-picture, and ``extract`` the block ``extract`` of the README.
+``groups`` reads the results, ``text`` has their Markdown, and ``picture`` draws them.
 """
 
-from overview.comparison import Row as Row
-from overview.comparison import rows as rows
-from overview.picture import draw as draw
-from overview.text import extract as extract
-from overview.text import text as text
-
-MARKER = "<!-- benchmarks:begin overview -->"
-EXTRACT_MARKER = "<!-- benchmarks:begin extract -->"
+from overview import picture as picture
+from overview import text as text
+from overview.comparison import groups as groups
+from overview.comparison import of_document as of_document

@@ -1,143 +1,189 @@
-"""The ratio of each cell to its fastest peer, in groups of cells."""
+"""Each cell compared with its fastest peer, in groups of cells."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from programs.peers import OURS, PEERS
-from reporting.ratios import ours, ratios
-from reporting.results import device_title
+from reporting.results import DIRECTIONS, architecture, device_title, ours, source
 
-DIRECTIONS = ("forward", "forward_backward")
 TITLES = {
     "main": "main grid",
     "small": "small problems",
     "gqa": "grouped heads",
-    "window": "sliding window",
+    "varlen": "packed sequences",
     "dims": "other head dims",
     "large_dims": "head dims above 256",
+    "float32": "float32",
+    "window": "sliding window",
     "softcap": "soft cap, and without",
-    "varlen": "packed sequences",
     "features": "bias, dropout, both",
     "pairs": "bias of pair representations",
     "masks": "segment ids, boolean masks",
-    "float32": "float32",
-    "decode": "few queries, long keys",
-    "steps": "steps of a server",
     "functions": "functions of scores and masks",
-    "cpu": "plain JAX on a CPU",
+    "decode": "few queries, long keys",
+    "steps": "decode steps of a server",
+    "prompts": "prompts of a server",
+    "cpu": "plain JAX",
 }
-"""Groups of cells in the order of the rows. Other groups, such as the gallery, have no peers."""
+"""Groups of cells in the order of the tables. Other groups, such as the gallery, have no peers."""
+
+DENSE = ("main", "small", "gqa", "varlen", "dims", "large_dims", "float32")
+FEATURES = ("window", "softcap", "features", "pairs", "masks", "functions")
+SERVING = ("decode", "steps", "prompts")
+ARCHITECTURES = ("hopper", "sm80", "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Result:
     """A cell in one direction."""
 
     name: str
     direction: str
-    ratio: float
-    """The time of the fastest peer over ours: below 1 we are slower."""
-    peer: str
-    """The label of the fastest peer."""
+    seconds: float | None
+    """Our time; None if our call failed."""
+    peers: Mapping[str, float]
+    """The times of the peers that have one, by label."""
+
+    @property
+    def peer(self) -> str:
+        """The fastest peer."""
+        return min(self.peers, key=self.peers.__getitem__)
+
+    @property
+    def ratio(self) -> float:
+        """The time of the fastest peer over ours: below 1 we are slower.
+
+        A call of ours that failed has 0. Only for results with a peer.
+        """
+        return 0.0 if self.seconds is None else self.peers[self.peer] / self.seconds
 
     @property
     def is_slower(self) -> bool:
         """Whether the ratio is below 1 with two decimals, as it is printed.
 
-        >>> [Cell("", "forward", ratio, "").is_slower for ratio in (0.994, 0.996, 1.2)]
+        >>> [Result("", "forward", 1.0, {"p": time}).is_slower for time in (0.994, 0.996, 1.2)]
         [True, False, False]
         """
         return round(self.ratio, 2) < 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """Cells of one kind that were measured together."""
+class Group:
+    """Cells of one kind that were measured on one device."""
 
-    title: str
+    name: str
     device: str
-    date: str
-    peers: tuple[str, ...]
-    """The labels of the peers that have a figure in a cell."""
-    cells: tuple[Cell, ...]
+    architecture: str
+    dates: tuple[str, ...]
+    sources: tuple[str, ...]
+    """A sentence on each file."""
+    results: tuple[Result, ...]
 
-    def of(self, direction: str) -> list[Cell]:
-        return [cell for cell in self.cells if cell.direction == direction]
+    @property
+    def title(self) -> str:
+        return TITLES.get(self.name, self.name)
+
+    def compared(self, direction: str | None = None) -> list[Result]:
+        """The results with a peer, of one direction or of both."""
+        return [r for r in self.results if r.peers and direction in (None, r.direction)]
 
 
-def mean(cells: Iterable[Cell]) -> float:
-    """The geometric mean of the ratios, of which there is at least one.
+def mean(results: Iterable[Result]) -> float:
+    """The geometric mean of the ratios of calls that did not fail.
 
-    >>> mean([Cell("", "forward", 2.0, ""), Cell("", "forward", 0.5, "")])
+    >>> mean([Result("", "forward", 1.0, {"p": time}) for time in (2.0, 0.5)])
     1.0
     """
-    logs = [math.log(cell.ratio) for cell in cells]
-    return math.exp(math.fsum(logs) / len(logs))
+    logs = [math.log(result.ratio) for result in results if result.ratio]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else 0.0
 
 
-def rows(documents: Iterable[dict[str, Any]]) -> list[Row]:
-    """A row for each group of cells, and in the main grid for each head dim."""
-    found: dict[tuple[int, str, str], Row] = {}
-    order = list(TITLES)
+def groups(documents: Iterable[dict[str, Any]]) -> list[Group]:
+    """The groups of all documents that have a title: GPUs first, those of a device together."""
+    found: dict[tuple[str, str], Group] = {}
     for document in documents:
-        if "steps" in document:
-            document = _with_cells(document)
-        if not document.get("cells"):
-            continue
-        own = ours(document)
-        others = {peer: label for peer, label in document["peers"].items() if peer not in OURS}
-        for cell in document["cells"]:
-            group = cell["group"]
-            if group not in TITLES:
-                continue
-            title = TITLES[group]
-            if group == "main":
-                title += f", head dim {cell['head_dim']}"
-            device = device_title(document)
-            key = order.index(group), device, title
-            row = found.get(key) or Row(title, device, document["date"], (), ())
-            found[key] = _with(row, cell, own, others)
-    return [found[key] for key in sorted(found, key=_place) if found[key].cells]
+        for group in of_document(document):
+            if group.name in TITLES and group.compared():
+                key = group.device, group.name
+                found[key] = _joined(found[key], group) if key in found else group
+    order = list(TITLES)
+    return sorted(
+        found.values(),
+        key=lambda g: (ARCHITECTURES.index(g.architecture), _newest(g.device), order.index(g.name)),
+    )
+
+
+def of_document(document: dict[str, Any]) -> list[Group]:
+    """The groups of one document, also those without a title or a peer."""
+    if "steps" in document:
+        document = _with_cells(document)
+    if not document.get("cells"):
+        return []
+    own = ours(document)
+    others = {peer: label for peer, label in document["peers"].items() if peer not in OURS}
+    names = dict.fromkeys(cell["group"] for cell in document["cells"])
+    return [
+        Group(
+            name,
+            device_title(document),
+            architecture(document),
+            (document["date"],),
+            (source(document, compared=True),),
+            tuple(
+                result
+                for cell in document["cells"]
+                if cell["group"] == name
+                for result in _results(cell, own, others)
+            ),
+        )
+        for name in names
+    ]
+
+
+def _results(cell: dict[str, Any], own: str, others: dict[str, str]) -> Iterator[Result]:
+    for direction in DIRECTIONS:
+        records = cell["results"].get(direction, {})
+        seconds = {peer: record.get("seconds") for peer, record in records.items()}
+        peers = {label: seconds[peer] for peer, label in others.items() if seconds.get(peer)}
+        if own in seconds:
+            yield Result(cell["name"], direction, seconds[own], peers)
+
+
+def _joined(first: Group, second: Group) -> Group:
+    return dataclasses.replace(
+        first,
+        dates=(*first.dates, *second.dates),
+        sources=(*first.sources, *second.sources),
+        results=(*first.results, *second.results),
+    )
+
+
+def _newest(device: str) -> tuple[int, str]:
+    """Devices with larger numbers first.
+
+    >>> sorted(["H100", "H200 with sm_80 kernels", "H200"], key=_newest)
+    ['H200', 'H200 with sm_80 kernels', 'H100']
+    """
+    digits = "".join(filter(str.isdigit, device.split(" ")[0]))
+    return -int(digits or 0), device
 
 
 def _with_cells(document: dict[str, Any]) -> dict[str, Any]:
-    """The steps of a server as cells: the call without pages, which is what peers run, too."""
+    """The steps of a server as cells: our call without pages, which is what peers run, too."""
+    kinds = {"decode": "steps"}
     cells = [
-        {"name": step["name"], "group": "steps", "results": {"forward": step["results"]}}
+        {
+            "name": step["name"],
+            "group": kinds.get(step["group"], step["group"]),
+            "results": {"forward": step["results"]},
+        }
         for step in document["steps"]
     ]
+    timed = {name for step in document["steps"] for name in step["results"]}
     labels = document["labels"].items()
-    peers = {name: label for name, label in labels if name in PEERS}
+    peers = {name: label for name, label in labels if name in PEERS and name in timed}
     return {**document, "cells": cells, "peers": peers}
-
-
-def _place(key: tuple[int, str, str]) -> tuple[str, int, int, str]:
-    """Rows of a device together; then by group; then by the number at the end of the title.
-
-    >>> _place((0, "GPU", "main grid, head dim 64")) < _place((0, "GPU", "main grid, head dim 128"))
-    True
-    """
-    group, device, title = key
-    last = title.rsplit(" ", 1)[-1]
-    return device, group, int(last) if last.isdigit() else 0, title
-
-
-def _with(row: Row, cell: dict[str, Any], own: str, others: dict[str, str]) -> Row:
-    """The row and one cell more, in both directions."""
-    cells, peers = list(row.cells), list(row.peers)
-    for direction in DIRECTIONS:
-        records = cell["results"].get(direction, {})
-        seconds = {peer: records[peer]["seconds"] for peer in others if _measured(records, peer)}
-        peers += [others[peer] for peer in seconds if others[peer] not in peers]
-        for name, ratio in ratios([cell], direction, own, others).items():
-            fastest = min(seconds, key=lambda peer: seconds[peer])
-            cells.append(Cell(name, direction, ratio, others[fastest]))
-    return dataclasses.replace(row, cells=tuple(cells), peers=tuple(peers))
-
-
-def _measured(records: dict[str, Any], peer: str) -> bool:
-    return "seconds" in records.get(peer, {})

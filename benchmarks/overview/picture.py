@@ -1,100 +1,157 @@
-"""The overview as a picture: a point for each cell."""
+"""The two pictures: a point for each figure, in strips by architecture and by task.
+
+They have no background and take the color of the text around them, so they can be read on a light
+and on a dark page, and their letters have at least 11 pixels on a phone.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from pathlib import Path
+import math
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from reporting import plots
+from reporting.results import DIRECTIONS
 
-from overview.comparison import DIRECTIONS, Row
+from overview.comparison import DENSE, FEATURES, SERVING, Group, Result, mean
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+FASTER, SLOWER = "#2f81f7", "#e5534b"
+WIDTH = 420
+FONT = 13
+_MARGIN, _HEADING, _LABEL, _BAND, _GAP = 8, 26, 18, 24, 8
+_TICKS = (0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 20)
+_STYLE = "svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}"
+UNMEASURED = ("A100", "A10", "L4", "L40S", "RTX 20 to 50", "B200")
 
-_COLORS = ("#2171b5", "#e31a1c")
-"""The color of cells at least as fast as the fastest peer, and the color of slower ones."""
-_MARKS = dict(zip(DIRECTIONS, ("o", "^"), strict=True))
-_TICKS = (0.5, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16)
+_KINDS = {"hopper": "Hopper", "sm80": "sm_80 family", "cpu": "CPU"}
 
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write an SVG or a PNG; the same rows give the same file. It can be read on a phone."""
-    figure = drawn(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a date and with fixed ids, the file depends on the results alone.
-    with matplotlib.rc_context({"svg.hashsalt": "overview", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
+Part = tuple[str, dict[str, list[Result]]]
+"""A heading, and strips by their labels."""
 
 
-def drawn(rows: Sequence[Row]) -> Figure:
-    """The picture: one plot for each device, all with the same scale."""
-    devices = [list(own) for _, own in itertools.groupby(rows, key=lambda row: row.device)]
-    figure, axes = plt.subplots(
-        len(devices),
-        sharex=True,
-        squeeze=False,
-        figsize=(4.8, 1.0 + 0.25 * len(devices) + 0.36 * len(rows)),
-        height_ratios=[len(own) for own in devices],
-        layout="constrained",
+def by_architecture(groups: Sequence[Group]) -> list[Part]:
+    """A part for each device, with a strip for each direction."""
+    parts = []
+    for device in dict.fromkeys(group.device for group in groups):
+        own = [group for group in groups if group.device == device]
+        strips = {title: _of(own, direction) for direction, title in DIRECTIONS.items()}
+        parts.append((f"{_KINDS[own[0].architecture]}: {device}", strips))
+    return _with_points(parts)
+
+
+def by_task(groups: Sequence[Group]) -> list[Part]:
+    """A part for each task, with a strip for Hopper and one for the kernels of sm_80, no CPUs."""
+    tasks = {
+        "Training: forward + backward": (DENSE, "forward_backward"),
+        "Prompts: forward": ((*DENSE, "prompts"), "forward"),
+        "Decoding: few queries, steps of a server": (SERVING[:2], "forward"),
+        "Features: windows, biases, dropout, masks, functions": (FEATURES, None),
+    }
+    parts = []
+    for task, (names, direction) in tasks.items():
+        strips = {
+            _KINDS[kind]: _of(
+                [g for g in groups if g.architecture == kind and g.name in names], direction
+            )
+            for kind in ("hopper", "sm80")
+        }
+        parts.append((task, strips))
+    return _with_points(parts)
+
+
+def _with_points(parts: Iterable[Part]) -> list[Part]:
+    found = [(title, {k: v for k, v in strips.items() if v}) for title, strips in parts]
+    return [part for part in found if part[1]]
+
+
+def _of(groups: Iterable[Group], direction: str | None) -> list[Result]:
+    return [result for group in groups for result in group.compared(direction)]
+
+
+def counts(results: Sequence[Result]) -> str:
+    """The mean, and how many are slower.
+
+    >>> counts([Result("", "forward", 1.0, {"p": time}) for time in (2.0, 0.5)])
+    '1.00, 1 of 2 slower'
+    """
+    slower = sum(result.is_slower for result in results)
+    return f"{mean(results):.2f}, {slower} of {len(results)} slower"
+
+
+def unmeasured(groups: Iterable[Group]) -> list[str]:
+    """The GPUs that a reader will ask for and that no result is from."""
+    devices = " ".join(group.device for group in groups).split(" ")
+    return [name for name in UNMEASURED if name not in devices]
+
+
+def spoken(parts: Sequence[Part]) -> str:
+    """The numbers of a picture in words, for those who cannot see it."""
+    return "; ".join(
+        f"{title}, {label}: {counts(results)}"
+        for title, strips in parts
+        for label, results in strips.items()
     )
-    for axis, own in zip(axes.flat, devices, strict=True):
-        axis.set_title(own[0].device, fontsize=9, loc="left")
-        _points(axis, own)
-        _labels(axis, own)
-    last = axes.flat[-1]
-    _scale(last, [cell.ratio for row in rows for cell in row.cells])
-    handles = [
-        last.plot([], [], mark, color="#555", label=plots.TITLES[direction].lower())[0]
-        for direction, mark in _MARKS.items()
+
+
+def drawn(parts: Sequence[Part], note: str = "") -> str:
+    """The SVG of the parts, with a line of text below them."""
+    points = [r.ratio for _, strips in parts for results in strips.values() for r in results]
+    low, high = min(0.9, *filter(None, points)) * 0.94, max(1.1, *points) * 1.06
+    width = WIDTH - 2 * _MARGIN
+
+    def x(ratio: float) -> float:
+        place = math.log(max(ratio, low) / low) / math.log(high / low)
+        return _MARGIN + width * place
+
+    ticks = {tick: x(tick) for tick in _TICKS if low <= tick <= high}
+    lines, top = [], 0
+    for title, strips in parts:
+        lines.append(_text(_MARGIN, top + 17, title, weight=600))
+        top += _HEADING
+        for label, results in strips.items():
+            lines.append(_text(_MARGIN, top + 12, label))
+            lines.append(_text(WIDTH - _MARGIN, top + 12, f"mean {counts(results)}", "end"))
+            lines += _strip(results, top + _LABEL, x, ticks)
+            top += _LABEL + _BAND + _GAP
+    lines += [
+        _text(max(place, 12), top + 10, f"{tick:g}", "middle") for tick, place in ticks.items()
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    return figure
+    lines.append(_text(_MARGIN, top + 30, "fastest peer's time / ours (red: the peer is faster)"))
+    if note:
+        lines.append(_text(_MARGIN, top + 50, note))
+    height = top + (60 if note else 40)
+    start = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" fill="currentColor" font-size="{FONT}" '
+        'font-family="system-ui, sans-serif">'
+    )
+    return "\n".join([start, f"<style>{_STYLE}</style>", *lines, "</svg>"]) + "\n"
 
 
-def _points(axis: Axes, rows: Sequence[Row]) -> None:
-    axis.axvspan(0.01, 1, color="#fee0d2", zorder=0)
-    axis.axvline(1, color="black", linewidth=1)
-    for number, row in enumerate(rows):
-        for direction, offset in zip(DIRECTIONS, (-0.16, 0.16), strict=True):
-            for is_slower in (False, True):
-                points = [c.ratio for c in row.of(direction) if c.is_slower == is_slower]
-                axis.plot(
-                    points,
-                    [number + offset] * len(points),
-                    _MARKS[direction],
-                    color=_COLORS[is_slower],
-                    markersize=4.5,
-                    alpha=0.75,
-                    markeredgewidth=0,
-                )
-
-
-def _labels(axis: Axes, rows: Sequence[Row]) -> None:
-    slower = [sum(cell.is_slower for cell in row.cells) for row in rows]
-    labels = [
-        f"{row.title}\n{row.date}: {count} of {len(row.cells)} slower"
-        for row, count in zip(rows, slower, strict=True)
+def _strip(
+    results: Sequence[Result], top: int, x: Callable[[float], float], ticks: dict[float, float]
+) -> list[str]:
+    """A point for each result; neighbors in the list have different heights."""
+    lines = [
+        f'<rect x="{_MARGIN}" y="{top}" width="{x(1) - _MARGIN:.1f}" height="{_BAND}" '
+        f'fill="{SLOWER}" opacity=".12"/>'
     ]
-    axis.set_yticks(range(len(rows)), labels, fontsize=8)
-    for label, count in zip(axis.get_yticklabels(), slower, strict=True):
-        label.set_color(_COLORS[1] if count else "black")
-    axis.set_ylim(len(rows) - 0.5, -0.5)
-    axis.grid(axis="x", alpha=0.3)
-    for place in range(1, len(rows)):
-        axis.axhline(place - 0.5, color="#ccc", linewidth=0.5)
+    for tick, place in ticks.items():
+        opacity = ".8" if tick == 1 else ".2"
+        lines.append(
+            f'<path d="M{place:.1f} {top}v{_BAND}" stroke="currentColor" opacity="{opacity}"/>'
+        )
+    for is_slower, color in ((False, FASTER), (True, SLOWER)):
+        points = [
+            f'<circle cx="{x(result.ratio):.1f}" '
+            f'cy="{top + _BAND * (0.2 + 0.15 * (index % 5)):.1f}" r="3"/>'
+            for index, result in enumerate(results)
+            if result.is_slower == is_slower
+        ]
+        if points:
+            lines.append(f'<g fill="{color}" opacity=".85">{"".join(points)}</g>')
+    return lines
 
 
-def _scale(axis: Axes, ratios: Sequence[float]) -> None:
-    lowest, highest = min(0.9, *ratios) * 0.97, max(1.1, *ratios) * 1.05
-    axis.set_xscale("log")
-    axis.set_xlim(lowest, highest)
-    ticks = [tick for tick in _TICKS if lowest <= tick <= highest]
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
-    axis.minorticks_off()
-    axis.set_xlabel("fastest peer's time / ours (red: slower)", fontsize=9)
+def _text(x: float, y: float, words: str, anchor: str = "start", weight: int = 400) -> str:
+    bold = f' font-weight="{weight}"' if weight != 400 else ""
+    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}"{bold}>{escape(words)}</text>'

@@ -4,35 +4,57 @@ from __future__ import annotations
 
 from typing import Any
 
+from programs.peers import OURS
+
 from reporting.markdown_table import table
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def text(document: dict[str, Any]) -> str:
-    """A row for each cell and peer, and the reasons for missing figures.
+    """Two rows for each dtype: this library's largest error in any cell, and that of its peers.
 
-    >>> errors = {"out": {"frobenius": 2.1e-3, "largest": 0.0012}}
-    >>> results = {"ours": errors, "other": {"error": "refused"}}
-    >>> document = {"peers": {"ours": "we", "other": "they"}}
-    >>> print(text(document | {"precision": [{"name": "hd64", "results": results}]}))
-    | error: relative Frobenius norm, largest |  | out |
-    | --- | ---: | ---: |
-    | hd64 | we | 2.1e-03, 1.2e-03 |
-    <BLANKLINE>
-    No figure, because:
-    <BLANKLINE>
-    - they, hd64: `refused`
+    The peers' error in a cell is that of the most precise of them. The document has every figure.
+
+    >>> def errors(size):
+    ...     return {"out": {"frobenius": size, "largest": 1.0}}
+    >>> first = {"memeff_cuda": errors(2e-3), "fa4": errors(4e-3), "jax_cudnn": errors(1e-3)}
+    >>> second = {"memeff_cuda": errors(3e-3), "fa4": errors(3e-3), "jax_cudnn": {"error": "no"}}
+    >>> cells = [{"name": "hd64 T96", "results": first}, {"name": "hd80 T96", "results": second}]
+    >>> peers = {"memeff_cuda": "we", "fa4": "FA4", "jax_cudnn": "cuDNN"}
+    >>> print(text({"peers": peers, "precision": cells}))
+    |relative Frobenius error||out|
+    |---|---:|---:|
+    |bfloat16|we|3.0e-03|
+    |bfloat16|best of FA4, cuDNN|3.0e-03|
     """
-    rows, reasons, names = [], [], []
-    for cell in document["precision"]:
-        for peer, record in cell["results"].items():
-            label = document["peers"][peer]
-            if "error" in record:
-                reasons.append(f"- {label}, {cell['name']}: `{record['error']}`")
+    columns: list[str] = []
+    rows = []
+    for dtype in _DTYPES:
+        cells = [c["results"] for c in document["precision"] if _dtype(c["name"]) == dtype]
+        for of_peers in (False, True):
+            labels, errors = [], []
+            for peer, label in document["peers"].items():
+                records = [cell.get(peer, {"error": ""}) for cell in cells]
+                if (peer not in OURS) == of_peers and any("error" not in r for r in records):
+                    labels.append(label)
+                    errors.append(records)
+            if not labels:
                 continue
-            names = list(record)
-            figures = [f"{x['frobenius']:.1e}, {x['largest']:.1e}" for x in record.values()]
-            rows.append([cell["name"], label, *figures])
-    parts = [table(["error: relative Frobenius norm, largest", "", *names], rows)]
-    if reasons:
-        parts.append("No figure, because:\n\n" + "\n".join(reasons))
-    return "\n\n".join(parts)
+            by_cell = [
+                [r for r in records if "error" not in r] for records in zip(*errors, strict=True)
+            ]
+            by_cell = [records for records in by_cell if records]
+            columns = list(by_cell[0][0])
+            figures = (
+                max(min(r[name]["frobenius"] for r in records) for records in by_cell)
+                for name in columns
+            )
+            name = labels[0] if len(labels) == 1 else f"best of {', '.join(labels)}"
+            rows.append([dtype, name, *(f"{figure:.1e}" for figure in figures)])
+    return table(["relative Frobenius error", "", *columns], rows)
+
+
+def _dtype(cell: str) -> str:
+    """The dtype in the name of a cell, which bfloat16 has not."""
+    return next((part for part in cell.split() if part in _DTYPES), "bfloat16")

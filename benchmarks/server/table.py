@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md for the calls of an inference server."""
+"""The tables of an inference server's calls from pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from measuring.documents import LARGEST_DIFFERENCE
+from programs.peers import OURS, PEERS
 from reporting.markdown_table import table
+from reporting.results import time
 
 _MISSING = "n/a"
 _HOST = {
@@ -15,17 +17,7 @@ _HOST = {
     "paged": "`paged_attention`",
     "append_and_paged": "`append_to_pages` and `paged_attention`, pools donated",
 }
-_CONTIGUOUS = (
-    "memeff_cuda",
-    "memeff_xla",
-    "jax_cudnn",
-    "jax_xla",
-    "torch_cudnn",
-    "torch_flash",
-    "fa4",
-)
-_PAGED = ("pages64", "pages16", "invariant")
-_RELATIVE = ("float8", "invariant", "tree")
+_WAYS = ("pages64", "pages16", "float8", "invariant", "tree")
 
 
 def line(records: Mapping[str, Mapping[str, Any]]) -> str:
@@ -50,10 +42,8 @@ def _of_group(document: Mapping[str, Any], group: str) -> list[Mapping[str, Any]
     return [step for step in document["steps"] if step["group"] == group]
 
 
-def _rate(record: Mapping[str, Any]) -> str:
-    if "bytes_per_second" not in record:
-        return _MISSING
-    return f"{record['bytes_per_second'] / 1e12:.3g}"
+def _time(record: Mapping[str, Any]) -> str:
+    return time(record["seconds"]) if "seconds" in record else _MISSING
 
 
 def _ratio(record: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -63,82 +53,52 @@ def _ratio(record: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return f"{other['seconds'] / record['seconds']:.2f}"
 
 
-def _decode(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list[str]:
-    labels = document["labels"]
-    names = [n for n in (*_CONTIGUOUS, *_PAGED) if any(n in step["results"] for step in steps)]
-    rates = [
-        [step["name"], *(_rate(step["results"].get(name, {})) for name in names)] for step in steps
-    ]
-    ratios = []
+def _pages(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list[str]:
+    labels, rows = document["labels"], []
     for step in steps:
         found = step["results"]
-        speeds = [_ratio(found.get(name, {}), found.get("pages64", {})) for name in _RELATIVE]
-        ratios.append([step["name"], *speeds])
-    copy = document["device"]["copy_bytes_per_second"] / 1e12
+        peers = [r for n, r in found.items() if n in PEERS and n not in OURS and "seconds" in r]
+        fastest = min(peers, key=lambda record: record["seconds"], default={})
+        times = [_time(found.get(name, {})) for name in _WAYS]
+        ratio = _ratio(found.get("pages64", {}), fastest)
+        is_slower = ratio != _MISSING and float(ratio) < 1
+        rows.append([step["name"], *times, f"**{ratio}**" if is_slower else ratio])
     return [
-        "### Decode steps\n\nEach sequence has one new token. The figures are TB/s of keys and "
-        "values, which are read once. Pages are in random order; peers read contiguous keys. "
-        f"Negating an array reads and writes {copy:.3g} TB/s.",
-        table(["TB/s", *(labels[name] for name in names)], rates),
-        "Speed relative to pages of 64, in steps per second; above 1 is faster:",
-        table(["", *(labels[name] for name in _RELATIVE)], ratios),
+        "## Pages",
+        "Times in µs with keys in pages in random order. The last column is the time of the "
+        "fastest peer, which reads contiguous keys, divided by that with pages of 64.",
+        table(["step", *(labels[name] for name in _WAYS), "ratio"], rows),
     ]
-
-
-def _prompts(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list[str]:
-    names = list(steps[0]["results"])
-    rows = [
-        [step["name"], *(_tflops(step["results"].get(name, {})) for name in names)]
-        for step in steps
-    ]
-    header = ["TFLOP/s", *(document["labels"][name] for name in names)]
-    return ["### Prompts", table(header, rows)]
-
-
-def _tflops(record: Mapping[str, Any]) -> str:
-    return f"{record['tflops']:.3g}" if "tflops" in record else _MISSING
 
 
 def _ragged(steps: list[Mapping[str, Any]]) -> list[str]:
     rows = []
     for step in steps:
         found = step["results"]
-        times = [found.get(name, {}).get("seconds") for name in ("pages64", "steps", "prompts")]
-        ratio = _MISSING
-        if None not in times:
-            ratio = f"{times[0] / (times[1] + times[2]):.2f}"
-        own = [_MISSING if time is None else f"{1e6 * time:.0f}" for time in times]
-        rows.append([step["name"], *own, ratio])
-    header = ["µs", "one call", "steps alone", "prompts alone", "one call / sum"]
-    return ["### Prompts beside decode steps", table(header, rows)]
+        records = [found.get(name, {}) for name in ("pages64", "steps", "prompts")]
+        parts: Any = {"seconds": sum(r["seconds"] for r in records[1:] if "seconds" in r)}
+        known = all("seconds" in record for record in records)
+        ratio = _ratio(records[0], parts) if known else _MISSING
+        rows.append([step["name"], *map(_time, records), ratio])
+    header = ["µs", "one call", "steps alone", "prompts alone", "sum / one call"]
+    return ["## Prompts and decode steps in one call", table(header, rows)]
 
 
 def _latent(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list[str]:
     copy, rows = document["device"]["copy_bytes_per_second"], []
     for step in steps:
         record = step["results"].get("pages64", {})
-        figures = [_MISSING] * 4
+        rates = [_MISSING] * 2
         if "seconds" in record:
-            rate = record["bytes_per_second"]
-            figures = [f"{1e6 * record['seconds']:.0f}", f"{record['tflops']:.0f}"]
-            figures += [f"{rate / 1e12:.2f}", f"{rate / copy:.2f}"]
-        for name in ("float8", "invariant"):
-            times = [it.get("seconds") for it in (record, step["results"].get(name, {}))]
-            figures.append(_MISSING if None in times else f"{times[0] / times[1]:.2f}")
-        rows.append([step["name"], *figures])
-    header = [
-        "",
-        "µs",
-        "TFLOP/s",
-        "TB/s of keys",
-        "fraction of the copy's rate",
-        "float8, relative speed",
-        "batch-invariant, relative speed",
-    ]
+            rates = [f"{record['tflops']:.0f}", f"{record['bytes_per_second'] / copy:.2f}"]
+        speeds = [_ratio(step["results"].get(name, {}), record) for name in ("float8", "invariant")]
+        rows.append([step["name"], _time(record), *rates, *speeds])
+    header = ["step", "µs", "TFLOP/s", "of the copy's rate", "float8", "batch-invariant"]
     return [
-        "### Latent attention\n\nEach sequence has one new token. Keys have 576 columns, of which "
-        "512 are values. The last two columns are the speed of a call with float8 pages, and of a "
-        "batch-invariant call, divided by that of this one.",
+        "## Latent attention",
+        "Keys have 576 columns, of which 512 are values. A copy on the device moves "
+        f"{copy / 1e12:.3g} TB/s. The last two columns are speeds relative to this call. No peer "
+        "was measured.",
         table(header, rows),
     ]
 
@@ -149,17 +109,15 @@ def text(document: Mapping[str, Any]) -> str:
     >>> step = {"name": "B1", "group": "ragged", "results": {
     ...     "pages64": {"seconds": 3e-6}, "steps": {"seconds": 2e-6}, "prompts": {"seconds": 2e-6}}}
     >>> print(text({"steps": [step], "host": {}}))
-    ### Prompts beside decode steps
+    ## Prompts and decode steps in one call
     <BLANKLINE>
-    | µs | one call | steps alone | prompts alone | one call / sum |
-    | --- | ---: | ---: | ---: | ---: |
-    | B1 | 3 | 2 | 2 | 0.75 |
+    |µs|one call|steps alone|prompts alone|sum / one call|
+    |---|---:|---:|---:|---:|
+    |B1|3.00|2.00|2.00|1.33|
     """
     parts: list[str] = []
-    if steps := _of_group(document, "decode"):
-        parts += _decode(document, steps)
-    if steps := _of_group(document, "prompts"):
-        parts += _prompts(document, steps)
+    if steps := _of_group(document, "decode") + _of_group(document, "prompts"):
+        parts += _pages(document, steps)
     if steps := _of_group(document, "ragged"):
         parts += _ragged(steps)
     if steps := _of_group(document, "latent"):
@@ -169,7 +127,7 @@ def text(document: Mapping[str, Any]) -> str:
             [label, f"{host[name]['us']:.1f}" if "us" in host.get(name, {}) else _MISSING]
             for name, label in _HOST.items()
         ]
-        parts += ["### Host time of a step", table(["µs of a jitted call", ""], times)]
+        parts += ["## Host time of a step", table(["host time of a jitted call", "µs"], times)]
     reasons = dict.fromkeys(
         f"- {document['labels'][name]}, {step['name']}: `{record['error']}`"
         for step in document["steps"]

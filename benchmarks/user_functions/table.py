@@ -41,6 +41,30 @@ def rows(document: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, found
 
 
+def of_plain(document: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The header, and a row for each cell of functions: speeds relative to the plain call.
+
+    >>> results = {"memeff_cuda": {"seconds": 2.0}, "memeff_plain": {"seconds": 1.5}}
+    >>> cell = {"group": "functions", "name": "alibi", "results": {"forward": results}}
+    >>> of_plain({"cells": [cell]})[1]
+    [['alibi', '0.75', 'n/a', 'n/a']]
+    """
+    found = []
+    for cell in document["cells"]:
+        if cell["group"] in GROUPS:
+            row = [cell["name"]]
+            for name, direction in (
+                (None, "forward"),
+                (None, "forward_backward"),
+                (_DETERMINISTIC, "forward_backward"),
+            ):
+                results = cell["results"].get(direction, {})
+                record = _own(results) if name is None else results.get(name, {})
+                row.append(_speed(record, results.get(_PLAIN, {})))
+            found.append(row)
+    return ["function", *_DIRECTIONS.values(), "deterministic"], found
+
+
 def _figures(results: Mapping[str, Any], direction: str) -> list[str]:
     own = _own(results)
     speeds = {

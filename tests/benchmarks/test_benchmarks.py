@@ -82,7 +82,7 @@ def test_dispatch_is_timed_for_both_directions(document):
         assert all(row["us"] > 0 for row in rows[direction].values())
 
 
-def test_the_ring_is_timed_beside_the_share_of_a_device(modules, tmp_path, monkeypatch):
+def test_the_ring_is_compared_with_the_share_of_a_device(modules, tmp_path):
     path = tmp_path / "ring.json"
     command = [sys.executable, str(BENCHMARKS / "ring.py"), "--devices", "2", "--tokens", "64"]
     command += ["--heads", "4", "--key-heads", "2", "--head-dim", "8", "--dtype", "float32"]
@@ -111,20 +111,13 @@ def test_the_ring_is_timed_beside_the_share_of_a_device(modules, tmp_path, monke
         assert results["ring"]["difference"] < 1e-5
         assert results["ring"]["transfers"] > 0
 
-    page = tmp_path / "page.md"
-    page.write_text(
-        "<!-- benchmarks:begin tables -->\nkept\n<!-- benchmarks:end -->\n"
-        "<!-- benchmarks:begin ring -->\nstale\n<!-- benchmarks:end -->\n"
-    )
-    monkeypatch.setattr(sys, "argv", ["report.py", str(path), "--into", str(page)])
-    modules("report").main()
-    text = page.read_text()
-    assert "kept" in text and "stale" not in text
-    assert f"| forward + backward, ring | {1e3 * results['ring']['seconds']:.1f} |" in text
-    assert "| hd8 B1 N4/2 T64 float32 causal, 2 devices | ms |" in text
+    text = modules("report").tables(document)
+    time = modules("reporting.results").time(results["ring"]["seconds"])
+    assert f"|forward + backward, ring|{time}|" in text
+    assert "## Ring attention on 2 devices\n\n|hd8 B1 N4/2 T64 float32 causal|" in text
 
 
-def test_the_steps_of_a_server_are_timed(modules, tmp_path, monkeypatch):
+def test_the_steps_of_a_server_are_timed(modules, tmp_path):
     path = tmp_path / "paged.json"
     command = [sys.executable, str(BENCHMARKS / "paged.py"), "--steps", "tiny"]
     command += ["--implementation", "xla", "--rounds", "3", "--batch-ms", "20"]
@@ -152,13 +145,11 @@ def test_the_steps_of_a_server_are_timed(modules, tmp_path, monkeypatch):
             assert record.get("difference", 0.0) < limit, (step["name"], name)
     assert all(row["us"] > 0 for row in document["host"].values())
 
-    page = tmp_path / "page.md"
-    page.write_text("<!-- benchmarks:begin paged -->\nstale\n<!-- benchmarks:end -->\n")
-    monkeypatch.setattr(sys, "argv", ["report.py", str(path), "--into", str(page)])
-    modules("report").main()
-    text = page.read_text()
-    assert "stale" not in text
-    assert all(f"| {step['name']} |" in text for step in document["steps"])
+    text = modules("report").tables(document)
+    assert all(f"|{step['name']}|" in text for step in document["steps"])
+    groups = {group.name: group for group in modules("overview").of_document(document)}
+    assert {label for r in groups["steps"].compared() for label in r.peers} == {"jax.nn XLA"}
+    assert groups["steps"].architecture == "cpu"
 
 
 def test_steps_and_their_calls(modules):
@@ -204,14 +195,13 @@ def test_launches_are_padded_to_the_residency_of_another_gpu(modules, monkeypatc
     assert f"kSharedBytes == {entry.shared_bytes}" in emit.source(spec)
 
 
-def test_other_architectures_have_tables_and_rows_of_their_own(modules, document):
-    report, comparison = modules("report"), modules("overview.comparison")
+def test_other_architectures_have_groups_of_their_own(modules, document):
     other = {**document, "residency": {"arch": "compute_80", "kernels": {}}}
-    assert list(report.blocks(other, None)) == ["compute_80"]
-    assert "with kernels for compute_80" in report.blocks(other, None)["compute_80"]
+    other["device"] = {**document["device"], "platform": "gpu"}
+    assert "with sm_80 kernels: tiny" in modules("report").tables(other)
     cells = [{**cell, "group": "small"} for cell in document["cells"]]
-    rows = comparison.rows([{**document, "cells": cells}, {**other, "cells": cells}])
-    assert len({row.device for row in rows}) == 2
+    groups = modules("overview").groups([{**document, "cells": cells}, {**other, "cells": cells}])
+    assert [group.architecture for group in groups] == ["sm80", "cpu"]
 
 
 class Clock:
@@ -376,7 +366,7 @@ def test_the_time_of_code_generation_has_every_lowering_and_its_import(modules, 
     assert module.__name__ in sys.modules
 
 
-def test_errors_of_peers_beside_float64(modules):
+def test_errors_of_peers_compared_with_float64(modules):
     precision, peers = modules("precision"), modules("programs.peers")
     selected = peers.peers("memeff_xla,jax_xla,pallas_mgpu")
     for cell in precision.cells([16], [96], ["float32"]):

@@ -136,7 +136,7 @@ def test_what_pytorch_cannot_compile_is_tried_once(modules):
     assert precompilation.failure(peers["flex"], cell, True) is None
 
 
-def test_functions_have_a_table_of_their_own(modules, tmp_path, monkeypatch):
+def test_functions_have_a_table_of_their_own(modules):
     def timed(seconds):
         return {"seconds": seconds, "tflops": 1e3 / seconds}
 
@@ -157,15 +157,9 @@ def test_functions_have_a_table_of_their_own(modules, tmp_path, monkeypatch):
         "cells": [cell],
         "host": {"block_mask": {"hd64 function alibi": {"seconds": 0.03}}},
     }
-    path, page = tmp_path / "functions.json", tmp_path / "page.md"
-    path.write_text(json.dumps(document))
-    page.write_text("<!-- benchmarks:begin functions -->\n<!-- benchmarks:end -->\n")
-    report = modules("report")
-    monkeypatch.setattr(sys, "argv", ["report.py", str(path), "--into", str(page)])
-    report.main()
-    text = page.read_text()
-    assert "| hd64 function alibi | 500 | 0.50 | n/a | 167 | 0.50 | 1.50 | 0.25 |" in text
-    assert "- FlexAttention, hd64 function alibi: `InductorError: out of shared memory`" in text
+    text = modules("report").tables(document)
+    assert "|hd64 function alibi|0.50|0.50|0.25|" in text
+    assert "|hd64 function alibi|2000000|none||6000000|9000000|1.50|" in text
     assert "- hd64 function alibi: 30.00 ms, 0.5% of forward + backward" in text
     assert "500" in modules("user_functions.table").text(document)
 
@@ -189,11 +183,6 @@ def test_sources_of_other_processes_are_counted(modules, monkeypatch, tmp_path):
     specs = [select(Problem("forward", "bf16", dim, dim, "sm_80")) for dim in (32, 64)]
     parallel.compile_many([(spec, "sm_80") for spec in specs], processes=2)
     assert sorted(counted) == [[f"{spec.name} sm_80"] for spec in specs]
-
-
-def test_the_gallery_has_pages_of_its_own(modules):
-    with pytest.raises(ValueError, match=r"gallery_pages\.py"):
-        modules("report").blocks({"cells": [{"group": "gallery"}]}, None)
 
 
 def test_block_masks_of_functions_are_timed(modules, monkeypatch):

@@ -1,4 +1,4 @@
-"""The report of the results of the benchmark harness."""
+"""The tables of the results of the benchmark harness."""
 
 import copy
 import json
@@ -24,82 +24,41 @@ def _synthetic(document):
         cell = copy.deepcopy(template)
         cell |= {"group": "main", "name": f"T{length}", "query_length": length}
         for results in cell["results"].values():
-            results["memeff_xla"] |= {"seconds": 1e-3, "tflops": 400.0, "ratio_to_best": 1}
-            results["jax_xla"] |= {
-                "seconds": 1e-3 * factor,
-                "tflops": 400.0 / factor,
-                "ratio_to_best": 1 / factor,
-            }
+            results["memeff_xla"] |= {"seconds": 1e-3}
+            results["jax_xla"] |= {"seconds": 1e-3 * factor}
         made["cells"].append(cell)
     return made
 
 
-def test_report_writes_between_the_markers(document, modules, tmp_path, monkeypatch):
-    report = modules("report")
-    results, page, image = (tmp_path / name for name in ("r.json", "page.md", "plot.svg"))
+def test_report_prints_the_tables_of_one_file(document, modules, tmp_path, monkeypatch, capsys):
+    results = tmp_path / "r.json"
     results.write_text(json.dumps(_synthetic(document)))
-    page.write_text(
-        "before\n<!-- benchmarks:begin tables -->\nstale\n<!-- benchmarks:end -->\n"
-        "<!-- benchmarks:begin host -->\n<!-- benchmarks:end -->\nafter\n"
-    )
-    arguments = ["report.py", str(results), "--into", str(page), "--plot", str(image)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    report.main()
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
-    assert "| jax.nn XLA | 2 | 1.41 | 1.00 (T2048) | 2 | 1.41 | 1.00 (T2048) |" in text
-    assert "n/a" not in text.partition("benchmarks:end")[0]
-    assert "- torch FlashAttention-2: `" in text
-    fastest = "| the fastest of all, `main` cells |"
-    assert f"{fastest} 2 | 1.41 | 1.00 (T2048) | 2 | 1.41 | 1.00 (T2048) |" in text
-    assert "| T512 | **400** | 200 |\n" in text
-    assert "![TFLOP/s over the sequence length](plot.svg)" in text
+    monkeypatch.setattr(sys, "argv", ["report.py", str(results)])
+    modules("report").main()
+    text = capsys.readouterr().out
+    assert "jax.nn XLA 1.41 (2) and 1.41 (2)." in text
+    assert "|T512|1000|2000|2.00|1000|2000|2.00|\n" in text
+    assert "torch FlashAttention-2" not in text  # it has no figure here
     assert "200 random shapes of one feature set compile 2 kernels." in text
-    drawn = image.read_bytes()
-    assert drawn.startswith(b"<?xml")
-
-    report.main()
-    assert page.read_text() == text
-    assert image.read_bytes() == drawn
+    assert "(`r.json`)." in text
 
 
-def test_results_beside_the_grid_have_a_plot_of_ratios(document, modules, tmp_path, monkeypatch):
+def test_a_call_of_ours_that_failed_is_a_loss(document, modules):
     made = _synthetic(document)
-    for cell in made["cells"]:
-        cell["group"] = "masks"
-    results, page, image = (tmp_path / name for name in ("r.json", "page.md", "plot.svg"))
-    results.write_text(json.dumps(made))
-    page.write_text("<!-- benchmarks:begin masks -->\n<!-- benchmarks:end -->\n")
-    arguments = ["report.py", str(results), "--into", str(page), "--plot", str(image)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    modules("report").main()
-    assert "we are faster](masks.svg)" in page.read_text()
-    drawn = (tmp_path / "masks.svg").read_text()
-    assert not image.exists()
-    for text in ("T512", "T2048", "jax.nn XLA", "Forward + backward: time of a peer / ours"):
-        assert f">{text}<" in drawn
-    assert "torch FlashAttention-2" not in drawn  # it has no figure here
-    for other in ({"cells": [{"group": "functions"}]}, {"gallery_errors": []}, {"ring": {}}):
-        assert modules("report").plot_path(other, image) is None
-    made["peers"] = {"memeff_xla": "alone"}
-    results.write_text(json.dumps(made))
-    modules("report").main()
-    assert "masks.svg" not in page.read_text()
+    for results in made["cells"][0]["results"].values():
+        results["memeff_xla"] = {"error": "no kernel"}
+    (group,) = modules("overview").of_document(made)
+    assert [result.is_slower for result in group.compared()] == [True, True, False, False]
+    assert "|T512|failed|2000|**0.00**|" in modules("overview").text.section(group)
 
 
-def test_few_queries_are_reported_as_bandwidth(document, modules):
-    made = copy.deepcopy(document)
-    cell = made["cells"][0]
-    cell |= {"group": "decode", "name": "few"}
-    del cell["results"]["forward_backward"]
-    for record, rate in zip(cell["results"]["forward"].values(), (3e12, 2e12), strict=False):
-        record |= {"bytes_per_second": rate, "ratio_to_best": rate / 3e12}
-    made["device"]["copy_bytes_per_second"] = 4.3e12
-    text = modules("report").tables(made, None)
-    assert "Negating an array reads and writes 4.3 TB/s." in text
-    assert "| few | **3** | 2 |\n" in text
-    assert text.count("| few |") == 1
-    assert document["device"]["copy_bytes_per_second"] > 0
+def test_a_cell_that_no_peer_computes_is_in_the_table(document, modules):
+    made = _synthetic(document)
+    for results in made["cells"][0]["results"].values():
+        results["jax_xla"] = {"error": "has no argument for documents"}
+    (group,) = modules("overview").of_document(made)
+    assert len(group.compared()) == 2
+    assert "|T512|1000|none||1000|none||" in modules("overview").text.section(group)
 
 
 def test_the_fastest_peer_of_each_cell_counts(document, modules):
@@ -107,63 +66,66 @@ def test_the_fastest_peer_of_each_cell_counts(document, modules):
     made["cells"][1]["group"] = "features"
     for results in made["cells"][0]["results"].values():
         results["torch_flash"] = {"seconds": 5e-4}
-    text = modules("report").summary(made)
-    assert "`main` cells | 1 | 0.50 | 0.50 (T512) | 1 | 0.50 | 0.50 (T512) |" in text
-    assert "`features` cells | 1 | 1.00 | 1.00 (T2048) |" in text
-
-
-def test_results_of_another_architecture_have_a_block_of_their_own(document, modules):
-    report, made = modules("report"), _synthetic(document)
-    made["residency"] = {"arch": "compute_86", "kernels": {}}
-    blocks = report.blocks(made, None)
-    assert set(blocks) == {"compute_86"}
-    marked = "<!-- benchmarks:begin compute_86 -->\n<!-- benchmarks:end -->"
-    assert "with kernels for compute_86" in report.insert(marked, blocks)
+    text = modules("report").tables(made)
+    assert "|main grid|forward: ours|torch FlashAttention-2|ratio|" in text
+    assert "|T512|1000|500|**0.50**|1000|500|**0.50**|" in text
+    assert "|T2048|1000|1000|1.00|1000|1000|1.00|" in text
+    made["cells"][1]["group"] = "main"
+    text = modules("report").tables(made)
+    own = "500 torch FlashAttention-2|**0.50**"
+    assert f"|T512|1000|{own}|1000|{own}|" in text
+    assert "|T2048|1000|1000 jax.nn XLA|1.00|1000|1000 jax.nn XLA|1.00|" in text
 
 
 def test_ours_is_the_first_of_ours_among_the_peers(document, modules):
-    report, made = modules("report"), _synthetic(document)
-    slower = {"seconds": 1.1e-3}
+    made = _synthetic(document)
     for cell in made["cells"]:
         for results in cell["results"].values():
-            results["memeff_deterministic"] = slower
-    made["peers"] = {"memeff_deterministic": "deterministic", "memeff_xla": "default"}
-    text = report.summary(made)
-    assert "speed of deterministic / peer" in text
-    assert "| default | 2 | 0.91 | 0.91 (T512) |" in text
-    assert "`main` cells | 0 | n/a |" in text
+            results["memeff_deterministic"] = {"seconds": 2e-3}
+    made["peers"] = {"memeff_deterministic": "a", "memeff_xla": "b", "jax_xla": "jax.nn XLA"}
+    (group,) = modules("overview").of_document(made)
+    assert [result.seconds for result in group.results] == [2e-3] * 4
+    assert {label for result in group.results for label in result.peers} == {"jax.nn XLA"}
 
 
 def test_memory_is_reported_in_a_table_of_its_own(document, modules):
     made = copy.deepcopy(document)
     cell = made["cells"][0]
     assert all(cell["results"]["forward"][name]["temporary_bytes"] > 0 for name in ("jax_xla",))
-    assert "### Memory" not in modules("report").tables(made, None)
+    assert "## Memory" not in modules("report").tables(made)
     cell |= {"group": "memory", "name": "wide"}
     cell["results"]["forward"]["memeff_xla"]["temporary_bytes"] = 3 * 2**20
     cell["results"]["forward"]["jax_xla"]["temporary_bytes"] = None
-    text = modules("report").tables(made, None)
-    assert "| wide, forward | 3 | n/a |\n" in text
+    text = modules("report").tables(made)
+    assert "|wide, forward|3|n/a|" in text
 
 
 def test_report_names_a_missing_marker(modules):
     with pytest.raises(ValueError, match="benchmarks:begin NAME"):
-        modules("report").insert("no marker here", {"tables": ""})
+        modules("report").insert("no marker here", {"index": ""})
+    with pytest.raises(ValueError, match=r"the names \['other'\]"):
+        marked = "<!-- benchmarks:begin other -->\n<!-- benchmarks:end -->"
+        modules("report").insert(marked, {"index": ""})
 
 
 @pytest.mark.parametrize("other, is_wrong", [(0.003, True), (0.8, False)])
 def test_a_peer_with_wrong_results_has_no_figure(other, is_wrong, modules, tmp_path):
     """If no peer agrees with ours, it is unknown which results are wrong."""
-    results = modules("reporting.results")
     records = {
         "memeff_cuda": {"seconds": 2.0},
         "fa4": {"seconds": 1.0, "difference": 1.31},
         "torch_cudnn": {"seconds": 3.0, "difference": other},
     }
+    document = {
+        "date": "2026-01-01",
+        "device": {"name": "GPU"},
+        "versions": {},
+        "peers": {"memeff_cuda": "ours", "fa4": "FA4", "torch_cudnn": "cuDNN"},
+        "cells": [{"name": "T512", "group": "main", "results": {"forward": records}}],
+    }
     path = tmp_path / "r.json"
-    path.write_text(json.dumps({"cells": [{"name": "T512", "results": {"forward": records}}]}))
-    (cell,) = results.read(path)["cells"]
-    ratios = modules("reporting.ratios").ratios
-    (ratio,) = ratios([cell], "forward", "memeff_cuda", ["fa4", "torch_cudnn"]).values()
-    assert ratio == (1.5 if is_wrong else 0.5)
-    assert ("error" in cell["results"]["forward"]["fa4"]) == is_wrong
+    path.write_text(json.dumps(document))
+    read = modules("reporting.results").read(path)
+    ((result,),) = (group.compared() for group in modules("overview").of_document(read))
+    assert result.ratio == (1.5 if is_wrong else 0.5)
+    assert ("error" in read["cells"][0]["results"]["forward"]["fa4"]) == is_wrong

@@ -1,4 +1,4 @@
-"""The adapters of docs/clients, as tests import them."""
+"""The pages of docs/clients, and the adapter that one of them has."""
 
 from __future__ import annotations
 

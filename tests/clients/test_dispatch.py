@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import normal
-from pages import adapter
+
+from jax_memeff.clients import levanter
+from jax_memeff.clients import maxtext as maxtext_client
 
 B, T, K, G, H = 2, 12, 2, 3, 8
 QUERY, KEY, VALUE = normal(0, B, T, K * G, H), normal(1, B, T, K, H), normal(2, B, T, K, H)
@@ -53,7 +55,7 @@ def attention_op(kind="global", **settings):
 
 def maxtext(op, *arrays, mode="train", **arguments):
     """The output and the logsumexp of a call as ``AttentionOp`` makes it."""
-    method = adapter("maxtext.md").memory_efficient_attention
+    method: Any = maxtext_client.apply_attention_dot
     einsums: dict[str, Any] = dict.fromkeys(("qk_product_einsum", "wv_product_einsum"), jnp.einsum)
     out, largest, total = method(op, *arrays, mode, **arguments, **einsums)
     assert largest.shape == total.shape == (*out.shape[:-1], 1)
@@ -246,7 +248,7 @@ def test_levanter(haliax, assert_close):
     # The keys have another order, as a cache may.
     key = named(KEY, batch, key_position, kv_head, depth).rearrange(("batch", "kv_head", ...))
     value = named(VALUE, batch, key_position, kv_head, depth)
-    attention = adapter("levanter.md").dot_product_attention
+    attention = levanter.dot_product_attention
 
     def run(mask=None, **arguments):
         with warnings.catch_warnings():

@@ -1,7 +1,8 @@
-"""The layers for Equinox and Haiku on docs/clients equal those that they replace."""
+"""The layers for Equinox and Haiku equal those that they replace."""
 
 import dataclasses
 import functools
+import importlib
 import inspect
 from typing import Any
 
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import normal
-from pages import adapter
 
 from jax_memeff import Mask
 
@@ -25,6 +25,11 @@ MASKS: dict[str, Any] = {
     "integer": jnp.asarray(CAUSAL * 3, jnp.int8),
     "bfloat16": jnp.asarray(CAUSAL, jnp.bfloat16),
 }
+
+
+def client(library):
+    """The adapter for a library, which imports the library."""
+    return importlib.import_module(f"jax_memeff.clients.{library}")
 
 
 def close_in(dtype, got, want):
@@ -53,7 +58,7 @@ def equinox():
 
 def equinox_layers(equinox, **arguments):
     """Equinox's layer and the adapter's, which makes the same parameters from the same key."""
-    classes = equinox.nn.MultiheadAttention, adapter("equinox.md").MultiheadAttention
+    classes = equinox.nn.MultiheadAttention, client("equinox").MultiheadAttention
     return [layer(4, 12, key=jax.random.key(0), **arguments) for layer in classes]
 
 
@@ -115,7 +120,7 @@ def test_equinox_draws_dropout_for_each_key_of_a_batch(equinox, assert_close):
 
 
 def test_equinox_arguments(equinox):
-    theirs, ours = equinox.nn.MultiheadAttention, adapter("equinox.md").MultiheadAttention
+    theirs, ours = equinox.nn.MultiheadAttention, client("equinox").MultiheadAttention
     assert_same_arguments(ours.__call__, theirs.__call__)
     assert inspect.signature(ours) == inspect.signature(theirs)
 
@@ -129,7 +134,7 @@ def haiku():
 
 
 def haiku_layers(haiku):
-    return adapter("haiku.md").MultiHeadAttention, haiku.MultiHeadAttention
+    return client("haiku").MultiHeadAttention, haiku.MultiHeadAttention
 
 
 def haiku_results(haiku, layer, query, memory, mask):

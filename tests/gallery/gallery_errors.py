@@ -1,8 +1,7 @@
 """Measures the errors of the gallery's functions: ``python tests/gallery/gallery_errors.py``.
 
 Measures the errors of jax-memeff and of dense JAX in the same precision against float64, in the
-output and in all gradients. ``benchmarks/report.py`` writes the table of a results file into the
-docs.
+output and in all gradients. ``benchmarks/report.py`` prints the table of a results file.
 """
 
 from __future__ import annotations

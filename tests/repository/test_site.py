@@ -26,9 +26,11 @@ def test_links_and_contents():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     failed, attempted = doctest.testmod(module)
-    assert attempted == 3 and failed == 0
+    assert attempted == 6 and failed == 0
     for page, file in module.SHOWN.items():
         assert (DOCS / f"{page}.md").exists() and file.exists()
+    for prefix in module.OUTSIDE_SEARCH:
+        assert list(DOCS.glob(f"{prefix}*.md")), prefix
 
 
 @pytest.mark.parametrize("module", [jax_memeff, jax_memeff.dropout, jax_memeff.flax])
