@@ -376,3 +376,11 @@ def test_errors_of_peers_compared_with_float64(modules):
             assert list(records[name]) == ["out", "dq", "dk", "dv"]
             for error in records[name].values():
                 assert 0 < error["frobenius"] < 5e-6 and 0 < error["largest"] < 1e-4
+
+
+@pytest.mark.quick
+def test_the_page_on_precision_has_six_rows_of_the_record(modules):
+    record = json.loads((BENCHMARKS / "results/nvidia-h200-precision.json").read_text())
+    table = modules("reporting.precision_table").text(record)
+    assert table.count("\n") == 1 + 6
+    assert f"\n{table}\n" in (BENCHMARKS.parent / "docs/guide/precision.md").read_text()

@@ -104,13 +104,22 @@ def test_a_difference_is_an_error(example, monkeypatch, capsys):
     result = {"jax_nn_loss": 5.0, "losses": [5.1, 4.0], "tokens_per_second": 1.0}
     monkeypatch.setattr(example, "train", lambda *_: result)
     assert example.main(["--preset", "tiny", "--tensor", "2"]) == 1
-    assert "expected a first loss within 1e-05 of jax.nn's, got" in capsys.readouterr().out
+    assert "expected a first loss within 1e-05 of that of jax.nn, got" in capsys.readouterr().out
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("arguments", [["--tensor", "3"], ["--tensor", "4"], ["--sequence", "16"]])
-def test_divisions_that_do_not_work_are_refused(example, arguments, capsys):
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--tensor", "3"], "divide a batch of 4, and --tensor to divide 2 key heads, got 3 x 1"),
+        (["--tensor", "4"], "divide a batch of 4, and --tensor to divide 2 key heads, got 4 x 1"),
+        (["--sequence", "16"], "expected --tensor x --sequence to divide 8 devices"),
+        (["--sequence", "0"], "expected --tensor, --sequence and --steps of at least 1"),
+        (["--steps", "0"], "expected --tensor, --sequence and --steps of at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(example, arguments, message, capsys):
     with pytest.raises(SystemExit) as error:
         example.main(["--preset", "tiny", *arguments])
     assert error.value.code == 2
-    assert "divide a batch of 4, and --tensor to divide 2 key heads, got" in capsys.readouterr().err
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -27,6 +27,7 @@ BELOW = {
     "_api": {"_functions", "_call", "_blockwise", "_sharding", "_cuda", "_op", "_ring"},
     "_command": {"_call", "_cuda"},
     "flax": {"_call", "_op", "_sharding", "_api"},
+    "clients": {"_call", "_api"},
 }
 """The folders that each folder may import, besides the files of the top level."""
 
