@@ -8,12 +8,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
-from jax_memeff.codegen.functions.sums import MOST_STRIPS
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.strategy import Strategy
 
 from . import features as registry
-from .features.feature import Constant, CppType, Feature
+from .features.feature import Constant, CppType, Feature, KernelTraits, ProblemLike
 from .launch import (
     BlockMask,
     CapturedArray,
@@ -80,7 +79,7 @@ class Row(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel(abc.ABC):
+class Kernel(KernelTraits):
     """Everything that is specific to a device kernel. Its module and its device file have the path
     ``stem`` below ``codegen/kernels/``. Two kernels of one class are equal: they have no state.
     """
@@ -92,30 +91,13 @@ class Kernel(abc.ABC):
     """The device class of the main entry point."""
     header: ClassVar[str | None] = None
     """The path of the device file below ``codegen/kernels/``, by default ``stem``."""
-    reads_bias_by_elements: ClassVar[bool] = False
-    """Whether lanes load element by element a bias that is not broadcast over rows or columns."""
-    sums_common_bias: ClassVar[bool] = True
-    """Whether the kernel adds up the gradient of a bias that batch indices or heads share.
-    Otherwise a dbias kernel does."""
-    sums_function_gradients: ClassVar[bool] = False
-    """Whether the kernel sums the gradients of arrays that a score function reads."""
     maps_type: ClassVar[str] = ""
     """The device type of its tensor maps, if it is not that of its direction."""
-    reads_pages: ClassVar[bool] = False
-    """Whether keys and values may be in pages."""
-    reads_float8_pages: ClassVar[bool] = False
-    """Whether these may be float8."""
-    reads_latent: ClassVar[bool] = False
-    """Whether the values are the first columns of the keys."""
     own_problems: ClassVar[tuple[tuple[tuple[int, int], Mapping[str, Any]], ...]] = ()
     """Head dims and features of problems in the closure that no other kernel serves."""
     owns_outputs: ClassVar[bool] = False
     """Whether each result, other than those of a forward, is written by the CTAs that own it,
     without sums."""
-    splits_keys: ClassVar[bool] = False
-    """Whether a forward splits the keys over CTAs."""
-    decides_mask_tiles: ClassVar[bool] = False
-    """Whether the kernel itself classifies the tiles of a mask function without a block mask."""
     moves_unaligned_rows_in_pieces: ClassVar[bool] = False
     """Whether rows that are not aligned to 16 bytes take registers in the main loop."""
     persistent: ClassVar[bool] = False
@@ -201,25 +183,11 @@ class Kernel(abc.ABC):
         """Whether the kernel reads a block mask if masks are arrays."""
         return True
 
-    def adds_score_function(self, spec: KernelSpec) -> bool:
-        """Whether the score function needs no more registers for each score, because it only adds
-        a number that is the same along a diagonal: in the products of the scores, as part of the
-        exponents, or from shared memory.
-        """
-        return False
-
-    def strips_of_sums(self, arch: str) -> int:
-        """How many gradients of captured arrays may be summed through shared memory."""
-        return MOST_STRIPS
-
     def completed(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> KernelSpec:
         """``spec`` with the fields that only this kernel sets."""
         return spec
 
-    def adds_across_blocks(self, problem: Problem) -> bool:
-        """Whether several CTAs add to a gradient in an order that only waiting can fix. Sums of dk,
-        dv and full bias gradients have a fixed order anyway.
-        """
+    def adds_across_blocks(self, problem: ProblemLike) -> bool:
         bias = registry.BIAS.compiled(problem, self)
         query_sums = "query" in problem.needs_grad and not self.owns_outputs
         return query_sums or (bias is not None and bias.gradient == "columns")

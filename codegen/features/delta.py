@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from .feature import Constant, CppType, Feature
-
-if TYPE_CHECKING:
-    from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
+from .feature import (
+    Constant,
+    CppType,
+    Feature,
+    KernelTraits,
+    ProblemLike,
+    SpecLike,
+)
 
 
 class AskedDelta(NamedTuple):
@@ -28,10 +31,10 @@ class ExactDelta(Feature[AskedDelta | None, AskedDelta | None]):
     off = None
     together = None
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> AskedDelta | None:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> AskedDelta | None:
         return problem[self]
 
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+    def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
         own = spec[self]
         return {} if own is None else {"kNormalizesDelta": not own.has_sinks}
 
@@ -43,7 +46,7 @@ class ExactDelta(Feature[AskedDelta | None, AskedDelta | None]):
     def sort_key(self, compiled: AskedDelta | None) -> tuple:
         return () if compiled is None else (1, *compiled)
 
-    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+    def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
         if spec[self] is not None and not spec.kernel.sums_function_gradients:
             return ["it takes delta from the rounded output"]
         return []

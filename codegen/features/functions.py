@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
@@ -18,12 +18,17 @@ from jax_memeff.codegen.functions.sums import (
 )
 
 from ..launch import MOST_ARRAYS, MOST_DIMS, CapturedArray
-from .feature import Constant, CppType, Feature, Operand, SupportRow
+from .feature import (
+    Constant,
+    CppType,
+    Feature,
+    KernelTraits,
+    Operand,
+    ProblemLike,
+    SpecLike,
+    SupportRow,
+)
 from .pages import PAGES
-
-if TYPE_CHECKING:
-    from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
 
 _ELEMENT_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2}
 _SCALAR_TYPES = ("float32", "int32", "uint32", "bool")
@@ -125,13 +130,13 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         ),
     )
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> AskedFunctions | None:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> AskedFunctions | None:
         asked = problem[self]
         if asked is None or not asked.gradients:
             return asked
         return asked._replace(strips=kernel.strips_of_sums(problem.arch))
 
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+    def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
         own = spec[self] or AskedFunctions(None, None)
         names = [array.name for array in spec.captured_arrays]
         found: dict[str, Constant | CppType] = {}
@@ -152,7 +157,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             found["CapturedGradients"] = CppType("memeff::function::CapturedGradients")
         return found
 
-    def source(self, spec: KernelSpec) -> str:
+    def source(self, spec: SpecLike) -> str:
         own = spec[self]
         if own is None:
             return ""
@@ -162,7 +167,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         )
         return "\n".join([emit.INCLUDES, *structs, _gradients(spec, own)])
 
-    def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
+    def captured_arrays(self, spec: SpecLike) -> tuple[CapturedArray, ...]:
         own = spec[self]
         if own is None:
             return ()
@@ -176,34 +181,34 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             *(_gradient(own, index) for index in own.gradients),
         )
 
-    def tag(self, compiled: AskedFunctions | None, kernel: Kernel) -> str:
+    def tag(self, compiled: AskedFunctions | None, kernel: KernelTraits) -> str:
         return "" if compiled is None else f"function{_digest(compiled)}"
 
     def sort_key(self, compiled: AskedFunctions | None) -> tuple:
         return ("" if compiled is None else _digest(compiled),)
 
-    def separates_heads(self, problem: Problem) -> bool:
+    def separates_heads(self, problem: ProblemLike) -> bool:
         """A row of a block mask belongs to one head. Paged calls have no block mask."""
         return problem.asks(self) and not problem.asks(PAGES)
 
-    def is_linear(self, spec: KernelSpec) -> bool:
+    def is_linear(self, spec: SpecLike) -> bool:
         """Whether there is a score function that is linear in the difference of key and query."""
         score = (spec[self] or AskedFunctions(None, None)).score
         return score is not None and emit.is_linear(score, precise=_is_precise(spec))
 
-    def diagonal_reads(self, spec: KernelSpec) -> int:
+    def diagonal_reads(self, spec: SpecLike) -> int:
         """The number of reads of the score function that are constant along diagonals."""
         score = (spec[self] or AskedFunctions(None, None)).score
         return 0 if score is None else len(diagonal_reads(score))
 
-    def adds_along_diagonals(self, spec: KernelSpec) -> bool:
+    def adds_along_diagonals(self, spec: SpecLike) -> bool:
         """Whether the score function, if there is one, adds a number that is the same along a
         diagonal.
         """
         score = (spec[self] or AskedFunctions(None, None)).score
         return score is None or adds_along_diagonals(score)
 
-    def is_light(self, spec: KernelSpec) -> bool:
+    def is_light(self, spec: SpecLike) -> bool:
         """Whether the functions take few registers: a score function adds a number that is the same
         along a diagonal, gradients are summed along diagonals, and a mask function reads no array.
         """
@@ -213,7 +218,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             self.adds_along_diagonals(spec) and sums and (own.mask is None or not own.mask.arrays)
         )
 
-    def needs_registers(self, spec: KernelSpec) -> bool:
+    def needs_registers(self, spec: SpecLike) -> bool:
         """Whether the functions take registers in the main loop. A mask function takes none in a
         paged kernel that classifies whole tiles, because few tiles take the branch that evaluates
         it. A score function takes none if ``Kernel.adds_score_function``.
@@ -226,7 +231,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
     def needs_block_mask(self, compiled: AskedFunctions | None) -> bool:
         return compiled is not None and compiled.mask is not None
 
-    def family_reasons(self, problem: Problem) -> list[str]:
+    def family_reasons(self, problem: ProblemLike) -> list[str]:
         asked = problem[self]
         if asked is None:
             return []
@@ -257,7 +262,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             )
         return reasons
 
-    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+    def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
         own = spec[self]
         if own != self.compiled(problem, spec.kernel):
             return ["it is compiled with other functions"]
@@ -281,7 +286,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             )
 
 
-def _is_precise(spec: KernelSpec) -> bool:
+def _is_precise(spec: SpecLike) -> bool:
     """Hazard: approximate differences depend on the position of a row in its tile."""
     return spec.dtype in ("f32", "tf32") or spec[PAGES].is_invariant
 
@@ -303,7 +308,7 @@ def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:
         yield from (CapturedArray(name) for name in functions.bounds)
 
 
-def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
+def _gradients(spec: SpecLike, functions: AskedFunctions) -> str:
     """A struct with the index of each captured array's gradient in the table of arrays, and with
     how the gradient of each read is summed."""
     if not functions.gradients or functions.score is None:
