@@ -59,11 +59,11 @@ _STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
         for feature in ONE_TILE_FEATURES
         for alone in feature.alone
     ),
-    ({"varlen": True}, Strategy(query_rows="consumer_groups")),
+    ({"packed": True}, Strategy(query_rows="consumer_groups")),
     (features.together(), Strategy(query_rows="consumer_groups")),
     ({}, Strategy(split_q=True)),
     ({"mask": "causal"}, Strategy(split_q=True)),
-    ({"varlen": True, "mask": "causal"}, Strategy(split_q=True)),
+    ({"packed": True, "mask": "causal"}, Strategy(split_q=True)),
     ({"deterministic": True, "mask": "causal"}, Strategy(split_q=True)),
     (_COMMON_BIAS, Strategy(split_q=True)),
     ({}, Strategy(mma_sync=True)),

@@ -201,7 +201,7 @@ class KernelSpec:
     are run-time parameters. ``spec[feature]`` is what the kernel has of a feature. ``gradients``
     are those of query, key and value that a backward computes or that have a tangent, and () in a
     forward. Rows of query, key, value, output and gradients begin at multiples of ``alignment``
-    bytes. ``pack_heads`` is whether tiles of a split forward have the rows of all query heads that
+    bytes. ``pack_gqa`` is whether tiles of a split forward have the rows of all query heads that
     share a key head, and ``split_q`` whether CTAs of a backward may share a KV block.
     """
 
@@ -213,7 +213,7 @@ class KernelSpec:
     features: tuple[tuple[str, Any], ...]
     gradients: tuple[str, ...] = ()
     alignment: int = 16
-    pack_heads: bool = False
+    pack_gqa: bool = False
     split_q: bool = False
 
     def __getitem__(self, feature: Feature[Any, _Compiled]) -> _Compiled:

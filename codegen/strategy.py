@@ -190,7 +190,7 @@ def _reads_keys_once(sizes: Sizes, multiprocessors: int) -> bool:
     return few and 2 * sizes.batch * sizes.heads > multiprocessors
 
 
-def pack_heads(problem: Problem) -> bool:
+def pack_gqa(problem: Problem) -> bool:
     """Whether a tile of a split forward has rows of all query heads that share a key head."""
     return not any(feature.separates_heads(problem) for feature in features.FEATURES)
 
@@ -205,8 +205,8 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     >>> rows(1, 1024, 1024, 8, 8), rows(1, 128, 32768, 8, 8), rows(8, 2048, 2048, 32, 8)
     ('consumer_groups', '64', None)
     """
-    packed = sizes.group if pack_heads(problem) else 1
-    rows = sizes.queries * packed
+    group = sizes.group if pack_gqa(problem) else 1
+    rows = sizes.queries * group
     if problem[features.PAGES].is_invariant:
         return "16" if _takes_segments(problem, sizes, rows, multiprocessors) else "64"
     if problem[features.PAGES].dtype != "query":
@@ -217,16 +217,16 @@ def query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRow
     few_tiles = 2 * plain_tiles <= multiprocessors
     tiles, split_tiles = (
         slices // together * -(-sizes.queries * together // _WARPGROUP_ROWS)
-        for together in (1, packed)
+        for together in (1, group)
     )
     groups = gpu.has_wgmma(problem.arch) and few_tiles
-    is_packed = problem[features.VARLEN] and not problem.asks(features.PAGES)
+    is_packed = problem[features.PACKED] and not problem.asks(features.PAGES)
     if is_packed or problem[features.ROW_MAXIMA]:
         # Partial results have no maxima.
         return "consumer_groups" if groups else None
     if rows <= FEW_ROWS:
         return "16"
-    if rows <= _DRAFT_ROWS and packed > 1:
+    if rows <= _DRAFT_ROWS and group > 1:
         return "32"
     by_groups = _consumer_groups_time(tiles, sizes.keys, multiprocessors)
     if groups and by_groups <= _split_time(split_tiles, sizes.keys, multiprocessors):

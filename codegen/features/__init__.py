@@ -35,6 +35,7 @@ __all__ = [
     "LENGTHS",
     "MASK",
     "NUMBERS",
+    "PACKED",
     "PAGES",
     "POSITION",
     "POSITIONS",
@@ -42,7 +43,6 @@ __all__ = [
     "SEGMENTS",
     "SINKS",
     "SOFT_CAP",
-    "VARLEN",
     "AskedBias",
     "AskedPages",
     "CompiledBias",
@@ -51,11 +51,12 @@ __all__ = [
     "together",
 ]
 
-VARLEN = Flag(
-    "varlen",
+PACKED = Flag(
+    "packed",
     "packed sequences",
-    constant="kVarlen",
+    constant="kPacked",
     tag="varlen",
+    flag="varlen",
     asked_by=lambda call: call.operands.sequences is not None,
     operands=(
         Operand("query_starts", "B+1", places=("sequences.query_starts",)),
@@ -89,7 +90,7 @@ SOFT_CAP = Flag(
 FEATURES: tuple[Feature[Any, Any], ...] = (
     MASK,
     LENGTHS,
-    VARLEN,
+    PACKED,
     PAGES,
     POSITIONS,
     BROADCAST_BATCH,

@@ -296,7 +296,8 @@ class Feature(Generic[Asked, Compiled]):
 class Flag(Feature[bool, bool]):
     """A feature that is on or off, and changes the kernel with one constant.
 
-    ``asked_by`` determines whether a call asks for it.
+    ``asked_by`` determines whether a call asks for it. ``flag`` is its option on the command line,
+    by default its name.
     """
 
     off = False
@@ -308,6 +309,7 @@ class Flag(Feature[bool, bool]):
         *,
         constant: str,
         tag: str,
+        flag: str = "",
         asked_by: Any,
         modifies: Modified | None = None,
         positional: bool = False,
@@ -320,6 +322,7 @@ class Flag(Feature[bool, bool]):
     ):
         self.name, self.title, self.together = name, title, together
         self._constant, self._tag, self._asked_by = constant, tag, asked_by
+        self._flag = flag or name
         self.modifies, self.positional = modifies, positional
         self.operands, self.per_head, self.has_block_mask = operands, per_head, has_block_mask
         self.axes = ((name, values),) if values else ()
@@ -350,11 +353,11 @@ class Flag(Feature[bool, bool]):
         return self._asked_by(call)
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        flag = f"--{self.name.replace('_', '-')}"
+        flag = f"--{self._flag.replace('_', '-')}"
         parser.add_argument(flag, action="store_true", help=self.support[0].title)
 
     def from_flags(self, flags: argparse.Namespace) -> bool:
-        return getattr(flags, self.name)
+        return getattr(flags, self._flag)
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -108,12 +108,12 @@ class Pages(Feature[AskedPages, CompiledPages]):
     support = (
         SupportRow(
             "keys and values in pages (`paged_attention`)",
-            ({"varlen": True, "pages": AskedPages(16)},),
+            ({"packed": True, "pages": AskedPages(16)},),
         ),
         SupportRow(
             "pages of float8, queries of 16 bits",
             tuple(
-                {"varlen": True, "pages": AskedPages(16, "f8e4m3", False, False, *scales)}
+                {"packed": True, "pages": AskedPages(16, "f8e4m3", False, False, *scales)}
                 for scales in itertools.product(SCALES, repeat=2)
             ),
         ),

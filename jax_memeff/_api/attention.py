@@ -302,7 +302,7 @@ def dot_product_attention_packed(
     """
     with_residual = flag("return_residual", return_residual)
     with_max_logits = flag("return_max_logits", return_max_logits)
-    call = prepare_packed(
+    call = prepare_qkv(
         qkv,
         bias,
         mask,
@@ -311,7 +311,7 @@ def dot_product_attention_packed(
     return call.run(with_residual, with_max_logits)
 
 
-def prepare_packed(
+def prepare_qkv(
     qkv: Any,
     bias: Any,
     mask: Any,

@@ -26,7 +26,7 @@ from jax_memeff._call import dropout, functions, scaling
 from jax_memeff._call.mask import Mask, checks
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import checked as offsets_of_call
-from jax_memeff._call.operands import Operands, QkvPackedOperands, is_varlen
+from jax_memeff._call.operands import Operands, QkvPackedOperands, is_packed
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import sequence_of_tokens
 from jax_memeff._call.values import flag
@@ -82,7 +82,7 @@ def max_logits(row_maxima: jax.Array, operands: Any) -> jax.Array:
         [B, N] or [N]; [B, N] for packed sequences.
     """
     row_maxima = lax.stop_gradient(row_maxima)
-    if not is_varlen(operands):
+    if not is_packed(operands):
         return jnp.max(row_maxima, -2, initial=-jnp.inf)
     # Tokens that belong to no sequence have -inf, so they may be assigned to any sequence.
     sequence = sequence_of_tokens(operands.sequences.query_starts, row_maxima.shape[0])

@@ -12,7 +12,7 @@ from jax import export
 from jax.typing import ArrayLike
 
 from jax_memeff._api.arguments import CommonArguments, in_full, max_seqlen, with_defaults
-from jax_memeff._api.arrays import VARLEN, checked
+from jax_memeff._api.arrays import PACKED, checked
 from jax_memeff._api.call import AttentionCall, of_arguments
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
@@ -178,7 +178,7 @@ def prepare(
     """
     named = with_defaults(CommonArguments, arguments)
     arrays, sizes, _ = checked(
-        VARLEN,
+        PACKED,
         query=query,
         key=key,
         value=value,

@@ -122,7 +122,7 @@ def of_block_masks(
     maps = {block_mask for spec in specs.values() for block_mask in spec.block_masks}
 
     def parts(x: Any) -> tuple[Any, ...]:
-        # Operands of packed projections have no sequences.
+        # The operands of a QKV call have no sequences.
         return x.mask, x.functions, x.position, getattr(x, "sequences", None)
 
     arrays, structure = jax.tree.flatten(parts(avals))

@@ -10,7 +10,7 @@ from jax_memeff._call.divisors import gradient_shape
 from jax_memeff._call.functions import needs_exact_delta
 from jax_memeff._call.gradients import NeedsGrad, array_of, differentiable
 from jax_memeff._call.mask import Window
-from jax_memeff._call.operands import Operands, is_varlen
+from jax_memeff._call.operands import Operands, is_packed
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import functions
 from jax_memeff.codegen.features import FEATURES
@@ -155,7 +155,7 @@ def sizes_of(avals: Operands, divisors: Divisors) -> Sizes:
     batch, heads, queries, keys = avals.scores_shape
     _, query_tokens, _, head_dim = avals.query.shape
     _, key_tokens, key_heads, _ = avals.key.shape
-    has_tokens = is_varlen(avals)
+    has_tokens = is_packed(avals)
     bias_gradient = (1, 1)
     if avals.bias is not None:
         bias_gradient = gradient_shape("bias", avals.bias.shape, avals, divisors)[:2]

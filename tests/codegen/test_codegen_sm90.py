@@ -34,14 +34,14 @@ def test_few_work_tiles_use_consumer_groups_on_hopper():
     # Head dims without such a tile split their keys, unless sequences are packed.
     wider = {"head_dim": 256, "value_dim": 256, "arch": "sm_90a"}
     assert select.select(problem(**wider), few).kernel.splits_keys
-    assert select.select(problem(**wider, varlen=True), few).family == "sm90"
+    assert select.select(problem(**wider, packed=True), few).family == "sm90"
 
 
 @pytest.mark.parametrize(
     ("arch", "head_dim"), [("sm_80", 64), ("sm_90a", 64), ("sm_90a", 256), ("sm_90a", 320)]
 )
 def test_grids_have_the_tiles_that_tokens_of_packed_sequences_fill(arch, head_dim):
-    packed: dict[str, Any] = {"arch": arch, "head_dim": head_dim, "varlen": True}
+    packed: dict[str, Any] = {"arch": arch, "head_dim": head_dim, "packed": True}
     needs_grad = ("query", "key", "value", "bias")
     for bias, counts_tokens in (
         (None, True),
@@ -285,7 +285,7 @@ def test_hopper_copies_a_bias_with_aligned_rows_by_tma(bias, changes, tma):
         (128, {"segments": True, "boolean": True, "dropout": True}, "sm90"),
         (128, {"segments": True, "soft_cap": True, "dropout": True}, "sm80"),
         (128, {"boolean": True, "soft_cap": True}, "sm80"),
-        (192, {"segments": True, "boolean": True, "varlen": True}, "sm90"),
+        (192, {"segments": True, "boolean": True, "packed": True}, "sm90"),
         (192, {"boolean": True, "soft_cap": True, "dropout": True}, "sm90"),
         (256, {"segments": True, "boolean": True, "dropout": True}, "sm90"),
         (256, {"segments": True, "mask": "causal", "soft_cap": True}, "sm90"),

@@ -77,7 +77,7 @@ def test_deterministic_kernels_differ_only_if_they_add(changes, ordered, bias_gr
     ("changes", "ordered"),
     [
         ({}, True),
-        ({"features": {"mask": "causal", "varlen": True, "dropout": True}}, True),
+        ({"features": {"mask": "causal", "packed": True, "dropout": True}}, True),
         ({"head_dim": 64, "value_dim": 64, "features": {"mask": "window"}}, True),
         ({"needs_grad": ("key", "value")}, False),
         ({"head_dim": 192}, False),

@@ -23,8 +23,8 @@ from jax_memeff.codegen.features import (
     FEATURES,
     FUNCTIONS,
     LENGTHS,
+    PACKED,
     SEGMENTS,
-    VARLEN,
 )
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.problem import Problem
@@ -105,7 +105,7 @@ def allowed_spill(spec):
     """The spill that the tile's row records, or a few registers for features besides window and
     soft cap and for rows that are copied by 4 or 8 bytes.
     """
-    features = any(spec[feature] for feature in (BIAS, DROPOUT, SEGMENTS, BOOLEAN, VARLEN))
+    features = any(spec[feature] for feature in (BIAS, DROPOUT, SEGMENTS, BOOLEAN, PACKED))
     features = features or spec.alignment < 16
     return LARGEST_SPILL if features else spec.tile.spill_bytes
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from jax_memeff.codegen.features import BIAS, DETERMINISTIC, FEATURES, VARLEN
+from jax_memeff.codegen.features import BIAS, DETERMINISTIC, FEATURES, PACKED
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType, Modified
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
@@ -123,7 +123,7 @@ def has_token_grid(spec: KernelSpec) -> bool:
     """Whether grids cover only the tiles that the tokens of packed sequences fill. A kernel that
     writes every element of a bias gradient also processes tiles beyond the lengths.
     """
-    return spec[VARLEN] and bias_gradient(spec) in ("none", "dbias_kernel")
+    return spec[PACKED] and bias_gradient(spec) in ("none", "dbias_kernel")
 
 
 def query_tile_grid(spec: KernelSpec, rows: int | None = None) -> Grid:
@@ -162,7 +162,7 @@ def query_tiles(sizes: Sizes, tile: int, by_tokens: bool = False) -> int:
     return sizes.batch * sizes.heads * ceil_div(sizes.queries, tile)
 
 
-def packed_row_tiles(sizes: Sizes, tile: int) -> int:
+def gqa_row_tiles(sizes: Sizes, tile: int) -> int:
     """The tiles of query rows, if a tile holds rows of all query heads of a key head."""
     rows = sizes.queries * sizes.heads // max(sizes.key_heads, 1)
     return sizes.batch * sizes.key_heads * ceil_div(rows, tile)

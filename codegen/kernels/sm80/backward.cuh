@@ -277,7 +277,7 @@ struct FmhaBackwardSm80 {
         {params.bias, mask, item.batch, column, kv_block.shared + kBiasOffset}};
 
     clear_skipped<Config, kThreads>(params, item, tiles);
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       GridTiles<Config, GridRows::keys, kTileKey> const grid = {shape};
       clear_key_gap<Config, kThreads>(params, item, mask.key_length,
                                       grid.of_batch_index(item.batch));
@@ -384,7 +384,7 @@ struct FmhaBackwardSm80 {
     template <class KeyGradient, class ValueGradient>
     CUTE_DEVICE void store(KeyGradient& key_gradient, ValueGradient& value_gradient) const {
       // Hazard: the rows after a packed sequence belong to the next one.
-      int const bound = (Config::kVarlen ? mask.key_length : params.shape.key_length) - column;
+      int const bound = (Config::kPacked ? mask.key_length : params.shape.key_length) - column;
       if constexpr (Config::kKeyGradient) {
         scale_accumulators(key_gradient, params.scale.gradient_scale);
         store_tile<Element, KeyTile, KeyGrid, kThreads, Config::kAlignment>(

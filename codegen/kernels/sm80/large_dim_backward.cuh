@@ -129,7 +129,7 @@ struct FmhaBackwardLargeDimDq {
     int const row = item.tile * kTileQuery;
     typename Scores::Mask const mask(params.mask, shape, item.batch);
     int length = shape.query_length;
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       length = mask.query_length;
       clear_query_gap<Config, kThreads>(params, item, length, grid.of_batch_index(item.batch));
       if (row >= length) return;
@@ -194,7 +194,7 @@ struct FmhaBackwardLargeDimDkdv {
     int count = q_tiles.head_blocks * shape.group;
     clear_skipped<Config, kThreads>(params, item, tiles);
     int length = shape.key_length;
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       length = mask.key_length;
       clear_key_gap<Config, kThreads>(params, item, length, grid.of_batch_index(item.batch));
       if (column >= length) return;

@@ -24,8 +24,8 @@
 #include <memeff/core/math.cuh>
 #include <memeff/core/page_table.cuh>
 #include <memeff/core/warp_grid.cuh>
+#include <memeff/layout/gqa_rows.cuh>
 #include <memeff/layout/key_value_source.cuh>
-#include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/function_blocks.cuh>
@@ -449,7 +449,7 @@ struct SplitOutput {
 
   // The number of rows to write. Hazard: the rows after a packed sequence belong to the next one.
   CUTE_DEVICE static int row_bound(ForwardParams const& params, int batch) {
-    return Config::kVarlen ? Mask(params.mask, params.shape, batch).query_length
+    return Config::kPacked ? Mask(params.mask, params.shape, batch).query_length
                            : Rows(params.shape).count(params.shape.query_length);
   }
 
@@ -535,14 +535,14 @@ struct FmhaForwardSplitSm80 {
   using ScoreGrid = typename Tiles::ScoreGrid;
   using OutGrid = typename Tiles::OutGrid;
   using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, has_large_scores<Config>()>;
-  using Rows = PackedRows<Config::kPackHeads>;
-  using TileRows = RowsOfTile<Config::kPackHeads>;
+  using Rows = GqaRows<Config::kPackGqa>;
+  using TileRows = RowsOfTile<Config::kPackGqa>;
   using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
-  using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
+  using Mask = ScoreMask<Config, ScoreGrid, Config::kPackGqa>;
   // A row of the block mask belongs to one head.
-  static_assert(!Config::kBlockMask || !Config::kPackHeads);
+  static_assert(!Config::kBlockMask || !Config::kPackGqa);
   using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
-                                   ScoreFunction<Config, ScoreGrid, false, Config::kPackHeads>>;
+                                   ScoreFunction<Config, ScoreGrid, false, Config::kPackGqa>>;
 
   // Batch-invariant results: a split is a whole number of segments, see SegmentSum.
   // Each group takes whole segments, because a segment is summed in one fixed order. The combine
@@ -555,7 +555,7 @@ struct FmhaForwardSplitSm80 {
   // Segments end at their last block, so none is left out.
   using KvBlocks =
       cute::conditional_t<decides_tiles<Config>(),
-                          FunctionBlocks<Config, Config::kPackHeads, kTileKey, !kKeySegments>,
+                          FunctionBlocks<Config, Config::kPackGqa, kTileKey, !kKeySegments>,
                           BlockMaskRow<Config::kBlockMask>>;
   static_assert(!kGroupsTakeSegments || !decides_tiles<Config>());
   using GroupBlocks =
@@ -588,10 +588,10 @@ struct FmhaForwardSplitSm80 {
     ProblemShape const& shape = params.shape;
     SplitWorkItem const item = Out::work_item(params);
     int const row = item.tile * kTileQuery;
-    int const key_head = Config::kPackHeads ? item.head : item.head / shape.group;
+    int const key_head = Config::kPackGqa ? item.head : item.head / shape.group;
 
     Mask const mask(params.mask, shape, item.batch);
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       if (item.split == 0) clear_gap(params, item, mask.query_length);
       if (row >= mask.query_length) return;
     }

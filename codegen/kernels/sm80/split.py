@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax_memeff.codegen import gpu, shared_memory, strategy
-from jax_memeff.codegen.features import FUNCTIONS, PAGES, VARLEN, pages
+from jax_memeff.codegen.features import FUNCTIONS, PACKED, PAGES, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.gpu import Gpu
-from jax_memeff.codegen.kernels.common.base import packed_row_tiles, query_tiles, stage
+from jax_memeff.codegen.kernels.common.base import gqa_row_tiles, query_tiles, stage
 from jax_memeff.codegen.kernels.sm80.base import MmaKernel, MmaTile
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
@@ -213,7 +213,7 @@ class FmhaFwdSplitSm80(MmaKernel):
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
-        if problem[VARLEN] and not problem.asks(PAGES):
+        if problem[PACKED] and not problem.asks(PAGES):
             reasons.append("it does not split the keys of packed sequences yet")
         elif not strategy.splits_keys and not spec[PAGES].is_float8:
             reasons.append("it splits the keys, and work tiles fill the GPU without splits")
@@ -227,7 +227,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         return reasons + super().reasons(spec, problem, strategy)
 
     def completed(self, spec: KernelSpec, problem: Problem, strategy_: Strategy) -> KernelSpec:
-        return dataclasses.replace(spec, pack_heads=strategy.pack_heads(problem))
+        return dataclasses.replace(spec, pack_gqa=strategy.pack_gqa(problem))
 
     def alignment(self, problem: Problem) -> int:
         return 16
@@ -257,11 +257,11 @@ class FmhaFwdSplitSm80(MmaKernel):
         return (tile.query * tile.key_warps // tile.warps,)
 
     def words(self, spec: KernelSpec) -> list[str]:
-        return ["split", *(["gqa"] if spec.pack_heads else [])]
+        return ["split", *(["gqa"] if spec.pack_gqa else [])]
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         rows = spec.tile.query
-        tiles = packed_row_tiles if spec.pack_heads else query_tiles
+        tiles = gqa_row_tiles if spec.pack_gqa else query_tiles
         grid = Grid(lambda sizes: tiles(sizes, rows), splits="each")
         class_name = "FmhaForwardCombine<Config>"
         combine_grid = _COMBINE_GRID
@@ -276,7 +276,7 @@ class FmhaFwdSplitSm80(MmaKernel):
             **super().constants(spec),
             "kKeyWarps": tile.key_warps,
             "kStages": tile.stages,
-            "kPackHeads": spec.pack_heads,
+            "kPackGqa": spec.pack_gqa,
         }
 
     def workspaces(
@@ -286,7 +286,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         (ffi/src/splits.cc) chooses the number of parts for the device; this is the
         largest number that the program has room for.
         """
-        tile_heads = sizes.key_heads if spec.pack_heads else sizes.heads
+        tile_heads = sizes.key_heads if spec.pack_gqa else sizes.heads
         rows = sizes.queries * sizes.heads // max(1, tile_heads)
         tiles = sizes.batch * tile_heads * -(-rows // spec.tile.query)
         splits = strategy.most_key_splits(tiles, sizes.keys, spec.tile.key)

@@ -883,7 +883,7 @@ struct BackwardEpilogueSm90 {
     int const head = key_head_of<Config>(params, work.item.head);
     int const row = keys.row + work.column;
     int const tile_row = warpgroup * kWarpgroupRows;
-    int const bound = (Config::kVarlen ? key_length : shape.key_length) - work.column;
+    int const bound = (Config::kPacked ? key_length : shape.key_length) - work.column;
     if constexpr (Config::kKeyGradient) {
       store_part<Config, KeyTile>(maps.key_gradient, params.key_gradient, key_tile, tile_row, row,
                                   bound, head, keys.batch, shape.head_dim);
@@ -894,7 +894,7 @@ struct BackwardEpilogueSm90 {
                                     shape.value_dim);
     }
     wait_tma_stores();
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       GridTiles<Config, GridRows::keys, kTileKey> const grid = {shape};
       clear_key_gap<Config, kConsumers>(params, {work.item.tile, head, work.item.batch}, key_length,
                                         grid.of_batch_index(work.item.batch));

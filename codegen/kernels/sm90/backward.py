@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from jax_memeff.codegen import shared_memory
-from jax_memeff.codegen.features import BIAS, FUNCTIONS, MASK, VARLEN
+from jax_memeff.codegen.features import BIAS, FUNCTIONS, MASK, PACKED
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.functions.sums import Sum
@@ -388,7 +388,7 @@ def dq_columns(spec: KernelSpec) -> int:
 
 def _needs_equal_work(spec: KernelSpec) -> bool:
     """Whether all KV blocks need the same work."""
-    return spec[MASK] != "causal" and not spec[VARLEN] and not spec.has_block_mask
+    return spec[MASK] != "causal" and not spec[PACKED] and not spec.has_block_mask
 
 
 def _sums_by_tma(spec: KernelSpec) -> bool:

@@ -220,7 +220,7 @@ CUTE_DEVICE void write_empty_rows(ProblemShape const& shape, TensorView const& o
                                   int query_length, int row, int row_end) {
   using Element = typename Config::Element;
   // Hazard: the rows after a packed sequence belong to the next one.
-  int const end = min(row_end, Config::kVarlen ? query_length : shape.query_length);
+  int const end = min(row_end, Config::kPacked ? query_length : shape.query_length);
   if (row >= end) return;
   Origin const origin = query_origin<Config>(shape, item.batch);
   float* const of_head = statistics + logsumexp_offset<Config>(shape, origin, item.head);
@@ -452,7 +452,7 @@ struct ForwardProducerSm90 {
   // call. Packed sequences take it at the first block, because the scheduler may have to skip idle
   // work tiles, and each of them costs a round trip to the counter.
   CUTE_DEVICE static bool takes_next_before(Blocks const& range, int tile) {
-    if constexpr (Config::kVarlen) return tile == range.end - 1;
+    if constexpr (Config::kPacked) return tile == range.end - 1;
     if constexpr (Config::kBlockMask) return tile == range.begin;  // the one above may be empty
     return tile == min(range.begin + 1, range.end - 1);
   }
@@ -495,7 +495,7 @@ struct ForwardProducerSm90 {
 
   // Whether the tile is beyond the end of a packed sequence, and there is no gap after it to clear.
   CUTE_DEVICE static bool is_idle(ForwardParams const& params, WorkTile const& work_tile) {
-    if constexpr (!Config::kVarlen) return false;
+    if constexpr (!Config::kPacked) return false;
     if (work_tile.item.batch < 0) return false;
     if (work_tile.item.tile * kTileQuery < work_tile.query_length) return false;
     return params.keeps_gaps ||
@@ -660,7 +660,7 @@ struct WorkTileConsumerSm90 {
 
   // Clears this work tile's part of the queries that belong to no sequence.
   CUTE_DEVICE static void clear_gap(Params const& params, WorkItem const& item, int length) {
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       OutputWriter::template clear_gap<Kernel::kConsumers>(
           params, item, length,
           typename Kernel::Schedule::Grid{params.shape}.of_batch_index(item.batch));

@@ -769,8 +769,8 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
   // Stores the gradient from a tile in shared memory. One warpgroup calls it.
   CUTE_DEVICE void store(BackwardMaps const& maps, uint32_t tile) const {
     ProblemShape const& shape = params.shape;
-    int const length = kOwnsKeys ? (Config::kVarlen ? work.key_length : shape.key_length)
-                                 : (Config::kVarlen ? work.query_length : shape.query_length);
+    int const length = kOwnsKeys ? (Config::kPacked ? work.key_length : shape.key_length)
+                                 : (Config::kPacked ? work.query_length : shape.query_length);
     Origin const origin = kOwnsKeys ? key_origin<Config>(shape, work.item.batch)
                                     : query_origin<Config>(shape, work.item.batch);
     store_part<Config, typename Tiles::OwnTile>(
@@ -783,7 +783,7 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
 
   // Writes zeros to the gradients of tokens that belong to no sequence.
   CUTE_DEVICE void clear_gap() const {
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       ProblemShape const& shape = params.shape;
       if (Base::column_part() > 0) return;
       if constexpr (kOwnsKeys) {
@@ -899,7 +899,7 @@ struct LargeDimOutRole : LargeDimCluster<Config, kOwned> {
 
   CUTE_DEVICE void store(BackwardMaps const& maps, uint32_t tile) const {
     ProblemShape const& shape = params.shape;
-    int const length = Config::kVarlen ? work.key_length : shape.key_length;
+    int const length = Config::kPacked ? work.key_length : shape.key_length;
     Origin const origin = key_origin<Config>(shape, work.item.batch);
     store_part<Config, typename Tiles::OwnTile>(maps.value_gradient, params.value_gradient, tile, 0,
                                                 origin.row + work.own_row, length - work.own_row,

@@ -381,7 +381,7 @@ struct LargeDimConsumerSm90 {
       Kernel::Output::write_empty(params, item, query_length, max(row, query_length),
                                   row + kTileQuery);
     }
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       GridTiles<Config, GridRows::queries, kTileQuery> const grid = {params.shape};
       clear_query_gap<Config, Kernel::kConsumers>(params, item, query_length,
                                                   grid.of_batch_index(item.batch));

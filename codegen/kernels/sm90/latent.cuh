@@ -46,8 +46,8 @@
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/core/warp_grid.cuh>
+#include <memeff/layout/gqa_rows.cuh>
 #include <memeff/layout/key_value_source.cuh>
-#include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/layout/tma_tile.cuh>
@@ -138,13 +138,13 @@ struct LatentQueriesSm90 {
   }
 
  private:
-  // The address of a packed row of the query.
+  // The address of a row of the query.
   struct Row {
     unsigned low;
     unsigned high;
 
     CUTE_DEVICE Row(ForwardParams const& params, KeyPart const& part, int row) {
-      PackedRows<true> const rows(params.shape);
+      GqaRows<true> const rows(params.shape);
       Origin const origin = query_origin<Config>(params.shape, part.batch);
       auto const address = reinterpret_cast<unsigned long long>(
           row_pointer<Element>(params.query, origin.batch, origin.row + rows.query(row),
@@ -490,7 +490,7 @@ struct LatentOutputSm90 {
                                 int warpgroup, int first_column, Softmax const& softmax,
                                 Accumulators const& output) {
     ProblemShape const& shape = params.shape;
-    PackedRows<true> const rows(shape);
+    GqaRows<true> const rows(shape);
     Origin const origin = query_origin<Config>(shape, part.batch);
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {

@@ -84,7 +84,7 @@ def test_light_functions_have_larger_tiles_at_head_dim_64(score, where, gradient
 @pytest.mark.parametrize(
     ("arch", "head_dim", "features"),
     [
-        ("sm_90a", 64, {"varlen": True}),
+        ("sm_90a", 64, {"packed": True}),
         ("sm_90a", 128, {"bias": AskedBias("16"), "dropout": True, "mask": "causal"}),
         ("sm_80", 64, {"bias": AskedBias("32"), "dropout": True}),
     ],
