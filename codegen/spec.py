@@ -295,10 +295,10 @@ class KernelSpec:
         return self.kernel.persistent
 
     @property
-    def orders_queries(self) -> bool:
+    def deterministic_dq(self) -> bool:
         """Whether CTAs that add to the gradient of the query wait for each other."""
-        ordered = self[registry.DETERMINISTIC] and "query" in self.gradients
-        return ordered and not self.kernel.owns_outputs
+        deterministic = self[registry.DETERMINISTIC] and "query" in self.gradients
+        return deterministic and not self.kernel.owns_outputs
 
     @property
     def captured_arrays(self) -> tuple[CapturedArray, ...]:

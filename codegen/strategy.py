@@ -78,7 +78,7 @@ most of the gain and take half of the memory."""
 _LEAST_Q_BLOCKS_OF_HEADS = 32
 """Q blocks of 64 rows for each CTA that takes some heads of a group. The mask skips half of them.
 """
-_LEAST_ORDERED_Q_BLOCKS = 64
+_LEAST_DETERMINISTIC_Q_BLOCKS = 64
 """The same if additions to dq have an order. With 32, T 1024 loses 6 % (H100, head dim 128)."""
 _PARTS_A_Q_BLOCK = 2
 """The number of partial sums of dk and dv that can be read from L2 in the time of one Q block."""
@@ -177,8 +177,8 @@ def choose(problem: Problem, sizes: Sizes, multiprocessors: int) -> Strategy:
         return Strategy(mma_sync=_reads_keys_once(sizes, multiprocessors))
     if problem.direction == "forward":
         return Strategy(query_rows=query_rows(problem, sizes, multiprocessors))
-    ordered = problem[DETERMINISTIC] and "query" in problem.needs_grad
-    return Strategy(split_q=q_splits(problem[MASK], sizes, multiprocessors, ordered) > 1)
+    deterministic = problem[DETERMINISTIC] and "query" in problem.needs_grad
+    return Strategy(split_q=q_splits(problem[MASK], sizes, multiprocessors, deterministic) > 1)
 
 
 def _reads_keys_once(sizes: Sizes, multiprocessors: int) -> bool:
@@ -316,12 +316,14 @@ def _split_time(tiles: int, keys: int, multiprocessors: int) -> float:
     return _MMA_SYNC_COST * keys * tiles / multiprocessors + _COMBINATION
 
 
-def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int, ordered: bool = False) -> int:
+def q_splits(
+    mask: MaskKind, sizes: Sizes, multiprocessors: int, deterministic: bool = False
+) -> int:
     """How many CTAs of a backward may share a KV block.
 
     They divide query heads as far as the number and the group have common divisors, and Q blocks.
     In packed sequences they divide heads alone, because a Q block may belong to any sequence. So
-    they do if their additions to dq are ``ordered``, because each head has a sequence of its own.
+    they do if dq is ``deterministic``, because each head has a sequence of additions of its own.
     The launcher takes fewer for Q blocks on a smaller device (ffi/src/splits.cc).
 
     >>> q_splits("none", Sizes(batch=1, queries=1024, keys=1024, heads=8, key_heads=8), 132)
@@ -334,8 +336,10 @@ def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int, ordered: bool =
     if not sizes.heads:
         return 1
     kv_blocks = sizes.padded_keys(_PLAIN_ROWS) // _PLAIN_ROWS
-    heads = _head_splits(sizes, kv_blocks / multiprocessors, ordered) if mask == "causal" else 1
-    if sizes.packed or ordered:
+    heads = (
+        _head_splits(sizes, kv_blocks / multiprocessors, deterministic) if mask == "causal" else 1
+    )
+    if sizes.packed or deterministic:
         return heads
     q_blocks = sizes.queries * sizes.group // _WARPGROUP_ROWS
     # A CTA processes q_blocks / splits of them, and the last CTA reads `splits` parts.
@@ -345,13 +349,13 @@ def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int, ordered: bool =
     return max(1, min(max(idle, uneven if mask == "causal" else 0), quickest), heads)
 
 
-def _head_splits(sizes: Sizes, kv_blocks_per_sm: float, ordered: bool) -> int:
+def _head_splits(sizes: Sizes, kv_blocks_per_sm: float, deterministic: bool) -> int:
     """How many CTAs divide the query heads of a group under a causal mask: the times are in
     docs/tuning/sm90_backward.md. The partial sums need at most as much memory as the sums of dq. If
-    additions are ``ordered``, large head dims divide any number of KV blocks: CTAs of one head wait
+    dq is ``deterministic``, large head dims divide any number of KV blocks: CTAs of one head wait
     for each other, and more heads run at a time.
     """
-    always = ordered and sizes.head_dim > 64
+    always = deterministic and sizes.head_dim > 64
     if sizes.group >= _LARGE_GROUP:
         most = 4 if always or kv_blocks_per_sm <= _KV_BLOCKS_FOR_FOUR else 2
     else:
@@ -359,7 +363,10 @@ def _head_splits(sizes: Sizes, kv_blocks_per_sm: float, ordered: bool) -> int:
         most = 2 if sizes.group >= _LEAST_GROUP and few else 1
     queries = (sizes.query_tokens or 0) // max(1, sizes.batch) if sizes.packed else sizes.queries
     q_blocks = queries * sizes.group // _WARPGROUP_ROWS
-    most = min(most, q_blocks // (_LEAST_ORDERED_Q_BLOCKS if ordered else _LEAST_Q_BLOCKS_OF_HEADS))
+    most = min(
+        most,
+        q_blocks // (_LEAST_DETERMINISTIC_Q_BLOCKS if deterministic else _LEAST_Q_BLOCKS_OF_HEADS),
+    )
     return max([splits for splits in (2, 4) if splits <= most and not sizes.group % splits] or [1])
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .bias import BIAS, AskedBias, CompiledBias
-from .delta import EXACT_DELTA
+from .delta import DELTA_FROM_SCORES
 from .deterministic import DETERMINISTIC
 from .dropout import DROPOUT
 from .feature import OPERANDS, Feature, Flag, Operand
@@ -27,9 +27,9 @@ __all__ = [
     "BOOLEAN",
     "BROADCAST_BATCH",
     "BY_NAME",
+    "DELTA_FROM_SCORES",
     "DETERMINISTIC",
     "DROPOUT",
-    "EXACT_DELTA",
     "FEATURES",
     "FUNCTIONS",
     "LENGTHS",
@@ -102,7 +102,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     BIAS,
     SINKS,
     ROW_MAXIMA,
-    EXACT_DELTA,
+    DELTA_FROM_SCORES,
     DETERMINISTIC,
 )
 """In the order of names, configurations and reasons. ``Feature`` documents an entry."""

@@ -22,12 +22,12 @@ class AskedDelta(NamedTuple):
     """Whether rows have sinks; else the probabilities of a row sum to 1."""
 
 
-class ExactDelta(Feature[AskedDelta | None, AskedDelta | None]):
+class DeltaFromScores(Feature[AskedDelta | None, AskedDelta | None]):
     """A kernel of its own takes delta from the scores, before the main kernel. Only gradients of
     captured arrays ask for it (jax_memeff/_call/functions.py), so it has no flag and no axis.
     """
 
-    name, title = "exact_delta", "delta from the scores"
+    name, title = "delta_from_scores", "delta from the scores"
     off = None
     together = None
 
@@ -35,8 +35,8 @@ class ExactDelta(Feature[AskedDelta | None, AskedDelta | None]):
         return problem[self]
 
     def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
-        own = spec[self]
-        return {} if own is None else {"kNormalizesDelta": not own.has_sinks}
+        compiled = spec[self]
+        return {} if compiled is None else {"kNormalizesDelta": not compiled.has_sinks}
 
     def gradient_tag(self, compiled: AskedDelta | None) -> str:
         if compiled is None:
@@ -55,7 +55,7 @@ class ExactDelta(Feature[AskedDelta | None, AskedDelta | None]):
         return self.title
 
     def asked_by(self, call: Any) -> AskedDelta | None:
-        return call.exact_delta
+        return call.delta_from_scores
 
 
-EXACT_DELTA = ExactDelta()
+DELTA_FROM_SCORES = DeltaFromScores()

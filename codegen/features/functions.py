@@ -11,7 +11,7 @@ from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 from jax_memeff.codegen.functions.regions import adds_along_diagonals, diagonal_reads
 from jax_memeff.codegen.functions.sums import (
-    EXACT_BITS,
+    FIXED_POINT_BITS,
     MOST_STRIPS,
     Sum,
     read_sums,
@@ -68,7 +68,7 @@ class AskedFunctions(NamedTuple):
     """The buffers after those of the mask's captured arrays: one number for each batch index."""
     gradients: tuple[int, ...] = ()
     """The captured arrays of the score function whose gradients the kernels sum."""
-    exact: bool = False
+    fixed_point: bool = False
     """Whether the kernels sum them in fixed point, so that the order does not matter."""
     strips: int = MOST_STRIPS
     """The largest number of sums that may pass through the shared memory of a kernel."""
@@ -137,48 +137,48 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         return asked._replace(strips=kernel.strips_of_sums(problem.arch))
 
     def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
-        own = spec[self] or AskedFunctions(None, None)
+        compiled = spec[self] or AskedFunctions(None, None)
         names = [array.name for array in spec.captured_arrays]
         found: dict[str, Constant | CppType] = {}
-        arrays = names.index("function_head_index") + 1 if own.programs else 0
+        arrays = names.index("function_head_index") + 1 if compiled.programs else 0
         literals = 0
         for name in ("score", "mask"):
-            title, program = name.capitalize(), own.programs.get(name)
+            title, program = name.capitalize(), compiled.programs.get(name)
             found[f"k{title}Function"] = program is not None
             if program is not None:
                 found[f"{title}Function"] = CppType(f"memeff::function::{title}Program")
                 found[f"k{title}Captured"], found[f"k{title}Literals"] = arrays, literals
                 arrays += len(program.arrays)
                 literals += program.literal_count
-        found["kFunctionGradient"] = bool(own.gradients)
-        if own.gradients:
-            found["kExactSums"] = own.exact
-            found["kExactSumBits"] = EXACT_BITS
+        found["kFunctionGradient"] = bool(compiled.gradients)
+        if compiled.gradients:
+            found["kFixedPointSums"] = compiled.fixed_point
+            found["kFixedPointBits"] = FIXED_POINT_BITS
             found["CapturedGradients"] = CppType("memeff::function::CapturedGradients")
         return found
 
     def source(self, spec: SpecLike) -> str:
-        own = spec[self]
-        if own is None:
+        compiled = spec[self]
+        if compiled is None:
             return ""
         structs = (
             emit.source(program, f"{name.capitalize()}Program", precise=_is_precise(spec))
-            for name, program in own.programs.items()
+            for name, program in compiled.programs.items()
         )
-        return "\n".join([emit.INCLUDES, *structs, _gradients(spec, own)])
+        return "\n".join([emit.INCLUDES, *structs, _gradients(spec, compiled)])
 
     def captured_arrays(self, spec: SpecLike) -> tuple[CapturedArray, ...]:
-        own = spec[self]
-        if own is None:
+        compiled = spec[self]
+        if compiled is None:
             return ()
         return (
             CapturedArray("function_literals"),
             CapturedArray("function_batch_index"),
             CapturedArray("function_head_index"),
-            *_arrays("captured", () if own.score is None else own.score.arrays),
-            *_mask_arrays(own),
-            *((CapturedArray("captured_scale"),) if own.exact else ()),
-            *(_gradient(own, index) for index in own.gradients),
+            *_arrays("captured", () if compiled.score is None else compiled.score.arrays),
+            *_mask_arrays(compiled),
+            *((CapturedArray("captured_scale"),) if compiled.fixed_point else ()),
+            *(_gradient(compiled, index) for index in compiled.gradients),
         )
 
     def tag(self, compiled: AskedFunctions | None, kernel: KernelTraits) -> str:
@@ -212,21 +212,20 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         """Whether the functions take few registers: a score function adds a number that is the same
         along a diagonal, gradients are summed along diagonals, and a mask function reads no array.
         """
-        own = spec[self] or AskedFunctions(None, None)
-        sums = set(own.read_sums) <= {Sum.NONE, Sum.DIAGONAL}
-        return (
-            self.adds_along_diagonals(spec) and sums and (own.mask is None or not own.mask.arrays)
-        )
+        compiled = spec[self] or AskedFunctions(None, None)
+        sums_along_diagonals = set(compiled.read_sums) <= {Sum.NONE, Sum.DIAGONAL}
+        reads_no_array = compiled.mask is None or not compiled.mask.arrays
+        return self.adds_along_diagonals(spec) and sums_along_diagonals and reads_no_array
 
     def needs_registers(self, spec: SpecLike) -> bool:
         """Whether the functions take registers in the main loop. A mask function takes none in a
         paged kernel that classifies whole tiles, because few tiles take the branch that evaluates
         it. A score function takes none if ``Kernel.adds_score_function``.
         """
-        own = spec[self] or AskedFunctions(None, None)
+        compiled = spec[self] or AskedFunctions(None, None)
         is_decided = spec.kernel.decides_mask_tiles and spec[PAGES].size > 0
-        modifies_scores = own.score is not None and not spec.kernel.adds_score_function(spec)
-        return modifies_scores or (own.mask is not None and not is_decided)
+        modifies_scores = compiled.score is not None and not spec.kernel.adds_score_function(spec)
+        return modifies_scores or (compiled.mask is not None and not is_decided)
 
     def needs_block_mask(self, compiled: AskedFunctions | None) -> bool:
         return compiled is not None and compiled.mask is not None
@@ -253,7 +252,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         arrays = sum(len(program.arrays) for program in asked.programs.values())
         # The table of arrays also has literals, the indices of batch and heads, and the scale of
         # deterministic sums. Sinks and delta may follow.
-        room = MOST_ARRAYS - 5 - asked.exact
+        room = MOST_ARRAYS - 5 - asked.fixed_point
         if arrays + len(asked.gradients) > room:
             gradients = f", and {len(asked.gradients)} need gradients" if asked.gradients else ""
             reasons.append(
@@ -263,10 +262,10 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         return reasons
 
     def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
-        own = spec[self]
-        if own != self.compiled(problem, spec.kernel):
+        compiled = spec[self]
+        if compiled != self.compiled(problem, spec.kernel):
             return ["it is compiled with other functions"]
-        if own is not None and own.gradients and not spec.kernel.sums_function_gradients:
+        if compiled is not None and compiled.gradients and not spec.kernel.sums_function_gradients:
             return ["it does not sum gradients of captured arrays"]
         return []
 
@@ -297,8 +296,9 @@ def _arrays(role: str, types: Iterable[CapturedType]) -> Iterator[CapturedArray]
 
 
 def _gradient(functions: AskedFunctions, index: int) -> CapturedArray:
-    """The sums for a captured array: words of 64 bits if they are exact."""
-    return CapturedArray(f"captured{index}_gradient", 8 if functions.exact else 4, zeroed=True)
+    """The sums for a captured array: words of 64 bits if they are in fixed point."""
+    alignment = 8 if functions.fixed_point else 4
+    return CapturedArray(f"captured{index}_gradient", alignment, zeroed=True)
 
 
 def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:

@@ -52,8 +52,8 @@ def asked(
         return None
     score, mask = (None if x is None else x.structure for x in (found.score, found.mask))
     gradients = gradients_in_kernels(operands, options, needs_grad)
-    exact = bool(gradients) and options.deterministic_backward
-    return AskedFunctions(score, mask, found.bounds, gradients, exact)
+    fixed_point = bool(gradients) and options.deterministic_backward
+    return AskedFunctions(score, mask, found.bounds, gradients, fixed_point)
 
 
 def gradients_in_kernels(

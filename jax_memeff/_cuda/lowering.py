@@ -20,7 +20,7 @@ from jax_memeff._blockwise import derivatives as blockwise
 from jax_memeff._call import sinks
 from jax_memeff._call.gradients import NeedsGrad, gradients_needed, named_arrays, needs_grad_of
 from jax_memeff._call.options import Options
-from jax_memeff._cuda import buffers, exact_sums, functions, paged_calls, selection
+from jax_memeff._cuda import buffers, fixed_point_sums, functions, paged_calls, selection
 from jax_memeff._cuda.buffers import ROW_STATISTICS, Buffer
 from jax_memeff._cuda.custom_call import custom_call
 from jax_memeff.codegen.spec import KernelSpec
@@ -145,7 +145,7 @@ def _lower_kernels(
     gradients = _gradient_buffers(types, needs_grad, ctx.avals_out, residual_avals[1], options)
     scale = None
     if options.deterministic_backward and any(needs_grad.captured):
-        of_leaves = functools.partial(exact_sums.scale, tree=tree, options=options)
+        of_leaves = functools.partial(fixed_point_sums.scale, tree=tree, options=options)
         scale = buffers.computed(ctx, "captured_scale", of_leaves, ctx.avals_in, leaves)
         inputs.append(scale)
     results = custom_call(
@@ -175,7 +175,9 @@ def _lower_kernels(
             done = buffers.computed(ctx, "sinks_gradient", sinks_gradient, avals_in, values)
             finished.append(done.value)
         elif buffer.name.startswith("captured") and scale is not None:
-            rounded = functools.partial(exact_sums.rounded, shape=aval.shape, dtype=aval.dtype)
+            rounded = functools.partial(
+                fixed_point_sums.rounded, shape=aval.shape, dtype=aval.dtype
+            )
             avals_of_sums, sums = [buffer.aval, scale.aval], [result, scale.value]
             done = buffers.computed(ctx, buffer.name, rounded, avals_of_sums, sums)
             finished.append(done.value)
@@ -203,7 +205,7 @@ def _gradient_buffers(
             # Summed in float32 or in fixed point, and rounded once.
             sums = ShapedArray(aval.shape, jnp.float32)
             if options.deterministic_backward:
-                sums = ShapedArray(exact_sums.sums_shape(aval.shape), jnp.int32)
+                sums = ShapedArray(fixed_point_sums.sums_shape(aval.shape), jnp.int32)
             found.append(Buffer(f"{name.replace('.', '')}_gradient", sums))
         else:
             found.append(Buffer(f"{name}_gradient", aval))

@@ -139,8 +139,8 @@ GROUPED = {
 )
 def test_ctas_that_order_additions_divide_more_groups(sizes, splits):
     found = Sizes(**{**GROUPED, **sizes})
-    assert strategy.q_splits("causal", found, 132, ordered=True) == splits
-    assert strategy.q_splits("none", found, 132, ordered=True) == 1
+    assert strategy.q_splits("causal", found, 132, deterministic=True) == splits
+    assert strategy.q_splits("none", found, 132, deterministic=True) == 1
     assert 2 * splits <= max(2, found.group)
 
 
@@ -185,7 +185,7 @@ def test_few_causal_kv_blocks_with_many_q_blocks_get_two_ctas_for_each_sm(
     few = Sizes(batch=1, queries=length, keys=length, heads=heads, key_heads=heads)
     assert strategy.q_splits("causal", few, 132) == causal
     assert strategy.q_splits("none", few, 132) == full
-    assert strategy.q_splits("causal", few, 132, ordered=True) == 1
+    assert strategy.q_splits("causal", few, 132, deterministic=True) == 1
 
 
 def test_hopper_kernels_come_first_and_give_reasons():

@@ -117,7 +117,7 @@ def test_a_3xfp16_backward_owns_its_gradients(needs_grad, owners):
     features = {"deterministic": True, "mask": "causal"}
     asked = problem("backward", "f32", 128, arch="sm_90a", needs_grad=needs_grad, **features)
     spec = select.select(asked)
-    assert spec.kernel.stem == "sm90/f16x3_backward" and not spec.orders_queries
+    assert spec.kernel.stem == "sm90/f16x3_backward" and not spec.deterministic_dq
     names = [entry.name.removeprefix(f"{spec.name}_") for entry in spec.entry_points]
     assert names == ["split", "preprocess", *owners]
 

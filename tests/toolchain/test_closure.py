@@ -18,8 +18,8 @@ from jax_memeff.codegen import select
 from jax_memeff.codegen.features import (
     BIAS,
     BOOLEAN,
+    DELTA_FROM_SCORES,
     DROPOUT,
-    EXACT_DELTA,
     FEATURES,
     FUNCTIONS,
     LENGTHS,
@@ -162,7 +162,7 @@ def test_the_samples_of_a_cycle_have_every_module_and_every_feature():
     assert {spec.kernel.stem for spec in specs} == {kernel.stem for kernel in KERNELS}
     # Every kernel has lengths, and kernels of functions, which alone have the delta kernel, cannot
     # be listed; tests/functions has those.
-    others = {LENGTHS.name, FUNCTIONS.name, EXACT_DELTA.name}
+    others = {LENGTHS.name, FUNCTIONS.name, DELTA_FROM_SCORES.name}
     compiled = {feature.name for feature in FEATURES} - others
     assert compiled <= set().union(*map(covered, specs))
 

@@ -75,7 +75,7 @@ class Backward(Kernel):
         return {
             **super().constants(spec),
             **needs_grad,
-            "kOrdersQueries": spec.orders_queries,
+            "kDeterministicDq": spec.deterministic_dq,
             "kSplitQ": spec.split_q,
             "kCountsKvBlocks": self.counts_kv_blocks(spec),
             "kStoresFirstDq": self.stores_first_dq(spec),
@@ -175,7 +175,7 @@ def key_tiles(spec: KernelSpec, sizes: Sizes) -> int:
     return sizes.batch * sizes.key_heads * ceil_div(sizes.keys, spec.tile.key)
 
 
-def ordering_words(ctas: int) -> int:
+def dq_semaphore_words(ctas: int) -> int:
     """A ticket counter and the semaphore of each CTA, for deterministic sums of dq
     (codegen/memeff/schedule/dq_semaphore.cuh).
     """

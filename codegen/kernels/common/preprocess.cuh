@@ -42,7 +42,7 @@ struct FmhaBackwardPreprocess {
   static constexpr int kRowsAtOnce = cute::min(ceil_div(Tiles::kTileQuery, kRowsPerPass), 4);
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
-    if constexpr (Config::kOrdersQueries || Config::kSplitQ || Config::kCountsKvBlocks) {
+    if constexpr (Config::kDeterministicDq || Config::kSplitQ || Config::kCountsKvBlocks) {
       unsigned const words = semaphore_words(params);
       for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < words; i += gridDim.x * kThreads) {
         params.semaphores[i] = 0;

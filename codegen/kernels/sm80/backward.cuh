@@ -13,8 +13,8 @@
 // The next Q block arrives while this one is computed, in a second buffer. If shared memory is
 // short, there is one buffer, and the load is not hidden. dO has one buffer, which is reloaded as
 // soon as dV has read it. Gradients that are not asked for (Config::kQueryGradient, kKeyGradient,
-// kValueGradient, kBiasGradient) cost neither products nor memory. Config::kOrdersQueries makes the
-// order of the additions to dq deterministic (schedule/dq_semaphore.cuh).
+// kValueGradient, kBiasGradient) cost neither products nor memory. Config::kDeterministicDq makes
+// the order of the additions to dq deterministic (schedule/dq_semaphore.cuh).
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -233,7 +233,7 @@ struct FmhaBackwardSm80 {
   using BiasWriter = typename Scores::BiasWriter;
   using Blocks = QBlocks<Config>;
   using Semaphore =
-      cute::conditional_t<Config::kOrdersQueries, DqSemaphore<Config>, NoDqSemaphore<Config>>;
+      cute::conditional_t<Config::kDeterministicDq, DqSemaphore<Config>, NoDqSemaphore<Config>>;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
   static constexpr int kThreads = Tiles::kThreads;

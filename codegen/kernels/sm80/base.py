@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from jax_memeff.codegen import gpu, shared_memory
-from jax_memeff.codegen.features import EXACT_DELTA, FUNCTIONS
+from jax_memeff.codegen.features import DELTA_FROM_SCORES, FUNCTIONS
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.gpu import Gpu
 from jax_memeff.codegen.kernels.common.base import (
@@ -59,16 +59,18 @@ class MmaKernel(Kernel):
     """How many rows of a product a warp may own."""
 
     @abc.abstractmethod
-    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Iterable[MmaTile]:
+    def configure(
+        self, problem: Problem, device: Gpu, padded: tuple[int, int]
+    ) -> Iterable[MmaTile]:
         """Tiles for a problem on a GPU, the fastest first, if query and value are padded to these
         dims. The first whose shared memory fits the GPU and whose registers suffice for the
         features of the problem is chosen. They do not depend on sizes, which are run-time values.
         """
 
     def rows(self, problem: Problem) -> Iterator[Row]:
-        own = gpu.of(problem.arch)
+        device = gpu.of(problem.arch)
         for padded in self.dims:
-            for tile in self.configure(problem, own, padded):
+            for tile in self.configure(problem, device, padded):
                 yield Row(*padded, tile)
 
     def threads(self, spec: KernelSpec) -> int:
@@ -87,7 +89,9 @@ class MmaKernel(Kernel):
         return [
             f"{warps} warps cannot share its {rows}x{columns} {product}"
             for product, (rows, columns) in self.products(spec).items()
-            if not any(_warps_fit(rows, columns, warps, own) for own in self.rows_of_warps(spec))
+            if not any(
+                _warps_fit(rows, columns, warps, height) for height in self.rows_of_warps(spec)
+            )
         ]
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
@@ -159,7 +163,7 @@ class MmaBackward(Backward, MmaKernel):
         of query and key, the statistics of the rows, and two sums of each row for each of the warps
         that share it.
         """
-        if spec[EXACT_DELTA] is None:
+        if spec[DELTA_FROM_SCORES] is None:
             return ()
         query, key, warps = spec.tile.query, spec.tile.key, spec.threads // 32
         sharing = key // columns_of_warp(query, key, warps)

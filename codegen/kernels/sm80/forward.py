@@ -124,7 +124,7 @@ _TILES_F32: Mapping[int, Sequence[Tile]] = {
 
 
 @functools.cache
-def _configured(own: Gpu, is_f32: bool, dim: int) -> Sequence[Tile]:
+def _configured(device: Gpu, is_f32: bool, dim: int) -> Sequence[Tile]:
     """Each tile twice on an SM before any of them once. Alone, a CTA of 128 rows has eight warps,
     which hide each other's waits.
     """
@@ -133,7 +133,7 @@ def _configured(own: Gpu, is_f32: bool, dim: int) -> Sequence[Tile]:
         dataclasses.replace(tile, blocks_per_sm=1, warps=max(tile.warps, tile.query // 16))
         for tile in tiles
     )
-    first = (_SM80_256,) if own is gpu.SM80 and dim == 256 and not is_f32 else ()
+    first = (_SM80_256,) if device is gpu.SM80 and dim == 256 and not is_f32 else ()
     return (*first, *(tile for tile in tiles if tile.blocks_per_sm == 2), *alone)
 
 
@@ -145,8 +145,8 @@ class FmhaFwdSm80(MmaKernel):
     class_name = "FmhaForwardSm80"
     reads_pages = True
 
-    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
-        return _configured(own, problem.dtype in F32_DTYPES, max(padded))
+    def configure(self, problem: Problem, device: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
+        return _configured(device, problem.dtype in F32_DTYPES, max(padded))
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """One tile each of query, key, value and bias, which the output overwrites at the end."""

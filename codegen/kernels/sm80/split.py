@@ -59,13 +59,13 @@ memory, so a CTA has eight warps."""
 _COPIES_IN_FLIGHT = "about 64 KB of copies in flight per SM hide the latency of memory"
 
 
-def _residencies(own: Gpu, *choices: tuple[int, int]) -> Iterator[tuple[int, int]]:
+def _residencies(device: Gpu, *choices: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Numbers of CTAs per SM and of stages. Without asynchronous copies a third stage is idle."""
-    most = 4 if own.async_copies else 2
+    most = 4 if device.async_copies else 2
     yield from dict.fromkeys((blocks, min(stages, most)) for blocks, stages in choices)
 
 
-def _tiles_of_few_rows(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
+def _tiles_of_few_rows(device: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
     """Tiles of 16 rows for a decode step, and of 32 for a few draft tokens.
 
     Every warp has all rows and its own keys, so no warp waits for another. Rates on an H200 as
@@ -79,11 +79,11 @@ def _tiles_of_few_rows(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
         if keys > most_keys or (rows == 32 and dim > _MOST_COLUMNS_OF_32_ROWS):
             continue
         warps = min(4, keys // 16)
-        for blocks, stages in _residencies(own, (2, 3), (1, 4), (1, 3), (1, 2)):
+        for blocks, stages in _residencies(device, (2, 3), (1, 4), (1, 3), (1, 2)):
             yield Tile(rows, keys, warps, blocks, _COPIES_IN_FLIGHT, key_warps=warps, stages=stages)
 
 
-def _tiles_of_64_rows(own: Gpu, dim: int) -> Iterator[Tile]:
+def _tiles_of_64_rows(device: Gpu, dim: int) -> Iterator[Tile]:
     """Two groups of warps divide the keys. Rates on an H200 as built for sm_90: head dim 64 134 us
     for T 32 of S 4096, 256 keys 154; head dim 128 4.28 TB/s, with eight warps 3.71.
     """
@@ -93,16 +93,16 @@ def _tiles_of_64_rows(own: Gpu, dim: int) -> Iterator[Tile]:
         if dim <= _MOST_COLUMNS_OF_32_ROWS or groups == 1:
             # A warp with 32 rows and 128 columns spills soft cap, bias and random bits.
             features = MmaTile.modifiers if dim <= 64 or groups == 1 else ()
-            for blocks, stages in _residencies(own, *residencies):
+            for blocks, stages in _residencies(device, *residencies):
                 reason = _COPIES_IN_FLIGHT
                 yield Tile(64, keys, 4, blocks, reason, features, key_warps=groups, stages=stages)
         if groups == 2:
-            for _, stages in _residencies(own, *residencies[1:]):
+            for _, stages in _residencies(device, *residencies[1:]):
                 reason = "a warp has 16 rows"
                 yield Tile(64, keys, 8, 1, reason, key_warps=groups, stages=stages)
 
 
-def _invariant_tiles(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
+def _invariant_tiles(device: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
     """Tiles of batch-invariant calls. A warp has its own rows and all keys, so outputs of a segment
     need no merge. Above head dim 128 the sum of the segments, which is used once per 256 keys,
     spills. In a decode step one warp of 64 rows has any. With 227 KB each warp has the same 16 rows
@@ -113,11 +113,11 @@ def _invariant_tiles(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
     for keys in (128, 64, 32, 16):
         if keys > most_keys:
             continue
-        if own is gpu.SM90 and dim <= _MOST_COLUMNS_OF_32_ROWS:
+        if device is gpu.SM90 and dim <= _MOST_COLUMNS_OF_32_ROWS:
             for warps, stages in ((4, 3), (4, 2), (3, 2)):
                 reason = "a warp takes whole segments"
                 yield Tile(16, keys, warps, 1, reason, key_warps=warps, stages=stages)
-        for blocks, stages in _residencies(own, (2, 3), (2, 2), (1, 3), (1, 2)):
+        for blocks, stages in _residencies(device, (2, 3), (2, 2), (1, 3), (1, 2)):
             yield Tile(64, keys, 4, blocks, "no merge of key warps", stages=stages)
 
 
@@ -139,7 +139,7 @@ kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
 
 @functools.cache
 def _configured(
-    own: Gpu, padded: tuple[int, int], is_float8: bool, is_invariant: bool
+    device: Gpu, padded: tuple[int, int], is_float8: bool, is_invariant: bool
 ) -> Sequence[Tile]:
     """For each number of rows and warps the first tile that fits the GPU."""
     if is_float8 and any(dim % 64 for dim in padded):
@@ -147,17 +147,17 @@ def _configured(
     dim = max(padded)
     most_keys = 128 if dim * _key_element_bytes(is_float8) <= 128 else 64
     if is_invariant:
-        tiles = _invariant_tiles(own, dim, most_keys)
-    elif is_float8 and own is gpu.SM90:
+        tiles = _invariant_tiles(device, dim, most_keys)
+    elif is_float8 and device is gpu.SM90:
         tiles = iter(_FLOAT8_SM90[dim])
     else:
         tiles = itertools.chain(
-            _tiles_of_few_rows(own, dim, most_keys), _tiles_of_64_rows(own, dim)
+            _tiles_of_few_rows(device, dim, most_keys), _tiles_of_64_rows(device, dim)
         )
     chosen: dict[tuple[int, int], Tile] = {}
     for tile in tiles:
         bytes_ = _shared_bytes(tile, padded, is_float8, is_invariant, has_page_scales=is_float8)
-        if bytes_ <= own.shared_bytes(tile.blocks_per_sm):
+        if bytes_ <= device.shared_bytes(tile.blocks_per_sm):
             chosen.setdefault((tile.query, tile.warps), tile)
     if is_invariant:  # the bits depend on the keys
         keys = max((tile.key for tile in chosen.values()), default=0)
@@ -205,11 +205,11 @@ class FmhaFwdSplitSm80(MmaKernel):
     reads_pages = True
     reads_float8_pages = True
 
-    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
+    def configure(self, problem: Problem, device: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
         if problem.dtype in F32_DTYPES:
             return ()
         pool = problem[PAGES]
-        return _configured(own, padded, pool.dtype != "query", bool(pool.is_invariant))
+        return _configured(device, padded, pool.dtype != "query", bool(pool.is_invariant))
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []

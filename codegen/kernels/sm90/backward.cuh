@@ -149,10 +149,10 @@ struct NoDqSemaphoreSm90 {
 
 // The one of the two that a kernel uses.
 template <class Config>
-using DqOrderSm90 =
-    cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>, NoDqSemaphoreSm90<Config>>;
+using DqOrderSm90 = cute::conditional_t<Config::kDeterministicDq, DqSemaphoreSm90<Config>,
+                                        NoDqSemaphoreSm90<Config>>;
 
-// dQ: how CTAs add it to its f32 sums in global memory. Config::kOrdersQueries makes the order of
+// dQ: how CTAs add it to its f32 sums in global memory. Config::kDeterministicDq makes the order of
 // the additions deterministic.
 
 // Strategy 1: each consumer adds from its registers. It issues one instruction for every 512 bytes
@@ -197,7 +197,7 @@ struct RegisterDqSumsSm90 {
 // because a release takes up to half of the time of a Q block.
 template <class Config, class Tiles>
 struct TmaDqSumsSm90 {
-  static constexpr bool kOrdered = Config::kOrdersQueries;
+  static constexpr bool kDeterministicDq = Config::kDeterministicDq;
   static_assert(Config::kStoresFirstDq);
   static constexpr int kSharedBytes = Tiles::kQueryTileFloats * int(sizeof(float));
   using Semaphore = DqOrderSm90<Config>;
@@ -266,12 +266,12 @@ struct TmaDqSumsSm90 {
 
  private:
   // Orders the additions of the one thread; positions are those of for_each_q_block().
-  struct Ordered {
+  struct FixedOrder {
     BackwardParams const& params;
     Control& control;
     DqSemaphore<Config> semaphore;
 
-    CUTE_DEVICE Ordered(BackwardParams const& params, Control& control, WorkItem const&)
+    CUTE_DEVICE FixedOrder(BackwardParams const& params, Control& control, WorkItem const&)
         : params(params), control(control), semaphore(params, control.ticket) {}
     CUTE_DEVICE FirstDqStore begin(int position, long long tile_index, int parity) {
       FirstDqStore first = FirstDqStore::read(params, tile_index);
@@ -287,11 +287,11 @@ struct TmaDqSumsSm90 {
     CUTE_DEVICE void finish() {}
   };
   // The same interface without an order.
-  struct Unordered {
+  struct AnyOrder {
     BackwardParams const& params;
     WorkItem const& item;
 
-    CUTE_DEVICE Unordered(BackwardParams const& params, Control const&, WorkItem const& item)
+    CUTE_DEVICE AnyOrder(BackwardParams const& params, Control const&, WorkItem const& item)
         : params(params), item(item) {}
     CUTE_DEVICE FirstDqStore begin(int, long long tile_index, int) {
       return FirstDqStore::claim(params, tile_index);
@@ -304,7 +304,7 @@ struct TmaDqSumsSm90 {
       }
     }
   };
-  using Order = cute::conditional_t<kOrdered, Ordered, Unordered>;
+  using Order = cute::conditional_t<kDeterministicDq, FixedOrder, AnyOrder>;
 };
 
 // Computes dS^T, the gradient of Q K^T, not yet multiplied by the user's scale, and the modified
@@ -947,7 +947,7 @@ struct FmhaBackwardSm90 {
 
   static constexpr bool kPersistent = Config::kPersistent;
   static_assert(!kPersistent ||
-                (kTmaDq && !Config::kOrdersQueries && !Config::kSplitQ && !Config::kBlockMask));
+                (kTmaDq && !Config::kDeterministicDq && !Config::kSplitQ && !Config::kBlockMask));
   using KvBlocks = KvBlocksInRounds<Config>;
 
   // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.

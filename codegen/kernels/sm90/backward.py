@@ -15,10 +15,10 @@ from jax_memeff.codegen.functions.sums import Sum
 from jax_memeff.codegen.kernels.common.base import (
     MASK_MODIFIERS,
     PROBABILITY_MODIFIERS,
+    dq_semaphore_words,
     key_tile_grid,
     key_tiles,
     modifiers,
-    ordering_words,
     query_sums,
     summing_entry_points,
     tile_columns,
@@ -201,9 +201,9 @@ class FmhaBwdSm90(WgmmaBackward):
         may divide query heads, which they do under causal masks, but not Q blocks.
         """
         owns_bias = bias_gradient(spec) not in ("none", "dbias_kernel")
-        ordered = spec.orders_queries and spec[MASK] != "causal"
+        deterministic = spec.deterministic_dq and spec[MASK] != "causal"
         owned = bool({"key", "value"} & set(spec.gradients))
-        free = not (spec.has_block_mask or owns_bias or ordered)
+        free = not (spec.has_block_mask or owns_bias or deterministic)
         return strategy.split_q and owned and free
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
@@ -229,14 +229,14 @@ class FmhaBwdSm90(WgmmaBackward):
         """Persistent CTAs get equally many KV blocks, so all must need the same work. CTAs that
         order additions, or share a KV block, take one. Calls for some gradients were not measured.
         """
-        free = spec.gradients == SPEC_GRADIENTS and not (spec.orders_queries or spec.split_q)
+        free = spec.gradients == SPEC_GRADIENTS and not (spec.deterministic_dq or spec.split_q)
         return _tile(spec).key_stages > 1 and _needs_equal_work(spec) and free
 
     def counts_kv_blocks(self, spec: KernelSpec) -> bool:
         """Under a causal mask the last CTAs have little work and end together, and a postprocess
         kernel beside them costs time: 581 µs instead of 570 at head dim 64, T 512 on an H200.
         """
-        free = not (spec.orders_queries or spec.split_q)
+        free = not (spec.deterministic_dq or spec.split_q)
         return _sums_by_tma(spec) and _needs_equal_work(spec) and free
 
     def stores_first_dq(self, spec: KernelSpec) -> bool:
@@ -278,12 +278,12 @@ class FmhaBwdSm90(WgmmaBackward):
 
     def producer_adds_strips(self, spec: KernelSpec) -> bool:
         """Whether a warp of the producer adds up the sums of all consumers, which must all be along
-        diagonals. With 128 queries the main loop would then spill 120 bytes, and with exact sums
-        the producer 72. If dq is summed in a deterministic order, no warp may be free.
+        diagonals. With 128 queries the main loop would then spill 120 bytes, and with fixed-point
+        sums the producer 72. If dq is summed in a deterministic order, no warp may be free.
         """
         functions = spec[FUNCTIONS]
         fits = spec.tile.query == WARPGROUP_ROWS
-        if functions is None or functions.exact or spec.orders_queries or not fits:
+        if functions is None or functions.fixed_point or spec.deterministic_dq or not fits:
             return False
         return Sum.DIAGONAL in functions.read_sums and Sum.QUERY not in functions.read_sums
 
@@ -310,7 +310,7 @@ class FmhaBwdSm90(WgmmaBackward):
         control = buffers * shared_memory.PIPELINE_BYTES
         tma_dq = _sums_by_tma(spec)
         control += tma_dq * shared_memory.PIPELINE_BYTES
-        if spec.orders_queries:
+        if spec.deterministic_dq:
             control += shared_memory.PIPELINE_BYTES + _TICKET_BYTES
         rings, warps = 0, spec.computing_threads // 32
         if self.producer_adds_strips(spec):
@@ -367,11 +367,11 @@ class FmhaBwdSm90(WgmmaBackward):
             columns = {"key": spec.padded_head_dim, "value": spec.padded_value_dim}
             parts = sum(columns[name] for name in columns if name in spec.gradients)
             rows = sizes.padded_keys(spec.tile.key)
-            splits = q_splits(spec[MASK], sizes, multiprocessors, spec.orders_queries)
+            splits = q_splits(spec[MASK], sizes, multiprocessors, spec.deterministic_dq)
             yield Workspace("key_gradient_sum", (splits, rows * parts))
             words += blocks
-        if spec.orders_queries:
-            words += ordering_words(blocks * splits)
+        if spec.deterministic_dq:
+            words += dq_semaphore_words(blocks * splits)
         if self.counts_kv_blocks(spec):
             words += sizes.batch * sizes.key_heads
         if words:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from jax_memeff.codegen import gpu, shared_memory
-from jax_memeff.codegen.features import BIAS, BROADCAST_BATCH, EXACT_DELTA, PACKED, PAGES
+from jax_memeff.codegen.features import BIAS, BROADCAST_BATCH, DELTA_FROM_SCORES, PACKED, PAGES
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.common.base import (
@@ -289,7 +289,7 @@ class WgmmaBackward(Backward, WgmmaKernel):
         """The kernel that takes delta from the scores, if it is asked for: tiles of query and dO,
         and two buffers each of keys and of values.
         """
-        if spec[EXACT_DELTA] is None:
+        if spec[DELTA_FROM_SCORES] is None:
             return ()
         columns = spec.padded_head_dim + spec.padded_value_dim
         shared_bytes = (_DELTA_ROWS + 2 * spec.tile.key) * columns * spec.element_bytes

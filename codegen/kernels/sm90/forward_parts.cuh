@@ -552,8 +552,8 @@ struct WorkTileConsumerSm90 {
     }
   }
 
-  // A consumer's position in each ring.
-  struct Position {
+  // A consumer's stage in each ring.
+  struct ConsumerState {
     int warpgroup;
     int group;
     int row_warpgroup;
@@ -565,7 +565,7 @@ struct WorkTileConsumerSm90 {
   };
 
   // Skips the keys of `count` KV blocks, and the turns in which their products would be issued.
-  CUTE_DEVICE static void skip_keys(Control& control, Position& at, int count) {
+  CUTE_DEVICE static void skip_keys(Control& control, ConsumerState& at, int count) {
     CUTE_NO_UNROLL
     for (int i = 0; Turns::kIsEnabled && i < count; ++i) {
       Turns::take(at.warpgroup);
@@ -574,7 +574,7 @@ struct WorkTileConsumerSm90 {
     skip(control.key, at.key, count, at.leader);
   }
 
-  CUTE_DEVICE static void release_work_tile(Control& control, Position& at) {
+  CUTE_DEVICE static void release_work_tile(Control& control, ConsumerState& at) {
     __syncwarp();
     if (at.leader) control.work_tile.release(at.slot);
     at.slot.advance();
@@ -587,7 +587,7 @@ struct WorkTileConsumerSm90 {
   }
 
   // The next work tile, with a batch of -1 if this consumer has no rows in it.
-  CUTE_DEVICE static WorkItem next_work_tile(Control& control, Position const& at) {
+  CUTE_DEVICE static WorkItem next_work_tile(Control& control, ConsumerState const& at) {
     PipelineStage<kWorkTileStages> next = at.slot;
     next.advance();
     WorkTile const work_tile = control.take_work_tile(next);
@@ -599,7 +599,7 @@ struct WorkTileConsumerSm90 {
   // alternately, because a consumer that needs both would otherwise wait for the ring that lags
   // behind.
   CUTE_DEVICE static void skip_work_tile(Params const& params, Control& control,
-                                         WorkItem const& item, Position& at) {
+                                         WorkItem const& item, ConsumerState& at) {
     Mask const mask(params.mask, params.shape, item.batch);
     Blocks const range(params, mask, item);
     PipelineStage<kQueryStages> query = at.query;
@@ -677,7 +677,7 @@ struct ForwardConsumerSm90 : WorkTileConsumerSm90<Config, Kernel> {
   using Linear = typename Kernel::Linear;
   using Merge = typename Kernel::Merge;
   using OutputWriter = typename Kernel::OutputWriter;
-  using Position = typename Shared::Position;
+  using ConsumerState = typename Shared::ConsumerState;
   using Softmax = typename Kernel::Softmax;
   static constexpr int kConsumerGroups = Kernel::kConsumerGroups;
 
@@ -685,7 +685,7 @@ struct ForwardConsumerSm90 : WorkTileConsumerSm90<Config, Kernel> {
   // merging those of all consumer groups.
   template <class Output>
   CUTE_DEVICE static void finish_work_tile(ForwardParams const& params, Control& control,
-                                           uint32_t tiles, Position& at, Linear const& linear,
+                                           uint32_t tiles, ConsumerState& at, Linear const& linear,
                                            Softmax softmax, Output& output) {
     auto const [item, query_length] = control.work_tiles[at.slot.index];
     Merge::run(tiles + Kernel::kMergeOffset, softmax, output, linear.softmax_scale(params.scale));

@@ -692,9 +692,9 @@ struct LatentConsumerSm90 {
   static constexpr int kTileKey = Kernel::kTileKey;
   static constexpr int kTileQuery = Kernel::kTileQuery;
 
-  // A consumer's position in the rings. The KV blocks whose scores it owns are in the buffer with
+  // A consumer's stages in the rings. The KV blocks whose scores it owns are in the buffer with
   // its number.
-  struct Position {
+  struct ConsumerState {
     int warpgroup;
     bool leader;         // one per warp
     int releases;        // the CTA in whose barriers this lane releases keys, or -1
@@ -707,7 +707,7 @@ struct LatentConsumerSm90 {
 
   CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles,
                               int sharers) {
-    Position at;
+    ConsumerState at;
     // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     int const lane = int(threadIdx.x) % kWarpSize;
@@ -725,7 +725,7 @@ struct LatentConsumerSm90 {
 
  private:
   // All lanes of a warp call it when they have read the part.
-  CUTE_DEVICE static void release_part(Control& control, Position& at) {
+  CUTE_DEVICE static void release_part(Control& control, ConsumerState& at) {
     __syncwarp();
     if (at.leader) control.work.release(at.slot);
     at.slot.advance();
@@ -733,7 +733,7 @@ struct LatentConsumerSm90 {
 
   // Computes a part: the KV blocks [begin, end) of a row tile, two at a time, one per consumer.
   CUTE_DEVICE static void compute(ForwardParams const& params, Control& control, uint32_t tiles,
-                                  KeyPart const& part, Position& at) {
+                                  KeyPart const& part, ConsumerState& at) {
     Mask const mask(params.mask, params.shape, part.batch);
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
@@ -799,7 +799,7 @@ struct LatentConsumerSm90 {
   // separates them from the wait for other products.
   template <bool kFollows, class Scores, class Output>
   CUTE_DEVICE static void add_own_block(ForwardParams const& params, Control& control,
-                                        uint32_t tiles, Position& at, Mask const& mask,
+                                        uint32_t tiles, ConsumerState& at, Mask const& mask,
                                         KeyPart const& part, int block, Scores& scores,
                                         Softmax& softmax, Output& output) {
     add_scores(control, tiles, at, 0, kOwnPanels, scores);
@@ -827,7 +827,7 @@ struct LatentConsumerSm90 {
   // product reads one panel, as soon as it has arrived. The panels that this consumer has released
   // itself come first.
   template <class Scores>
-  CUTE_DEVICE static void add_scores(Control& control, uint32_t tiles, Position const& at,
+  CUTE_DEVICE static void add_scores(Control& control, uint32_t tiles, ConsumerState const& at,
                                      int begin, int end, Scores& scores) {
     auto& barriers = control.keys[at.warpgroup];
     uint32_t const keys = Kernel::keys(tiles, at.warpgroup);
@@ -850,7 +850,7 @@ struct LatentConsumerSm90 {
   // Passes the probabilities of a KV block to the other consumer, with the softmax references.
   template <class Probabilities>
   CUTE_DEVICE static void publish(ForwardParams const& params, Control& control, uint32_t tiles,
-                                  Position const& at, Mask const& mask, KeyPart const& part,
+                                  ConsumerState const& at, Mask const& mask, KeyPart const& part,
                                   int block, Softmax const& softmax,
                                   typename Softmax::Correction const& correction,
                                   Probabilities const& probabilities) {
@@ -882,7 +882,7 @@ struct LatentConsumerSm90 {
   // Computes O += P V of a KV block of the other consumer, whose probabilities are in shared
   // memory.
   template <class Output>
-  CUTE_DEVICE static void add_other_values(Control& control, uint32_t tiles, Position& at,
+  CUTE_DEVICE static void add_other_values(Control& control, uint32_t tiles, ConsumerState& at,
                                            Softmax& softmax, Output& output) {
     int const other = 1 - at.warpgroup;
     wait_barrier(control.probabilities[other], at.other_parity);
@@ -903,7 +903,7 @@ struct LatentConsumerSm90 {
 
   // Computes O += P V for this consumer's columns of the values in a buffer, and releases them.
   template <class Probabilities, class Output>
-  CUTE_DEVICE static void add_values(Control& control, uint32_t tiles, Position const& at,
+  CUTE_DEVICE static void add_values(Control& control, uint32_t tiles, ConsumerState const& at,
                                      int buffer, Probabilities const& probabilities,
                                      Output& output) {
     uint32_t const values = Kernel::keys(tiles, buffer) + at.warpgroup * ValueTile::kBytes;
@@ -919,7 +919,7 @@ struct LatentConsumerSm90 {
 
   // Releases a column group of a buffer in all CTAs that share its keys. All lanes of a warp call
   // it.
-  CUTE_DEVICE static void release_keys(Control& control, Position const& at, int buffer,
+  CUTE_DEVICE static void release_keys(Control& control, ConsumerState const& at, int buffer,
                                        int group) {
     if (at.releases >= 0) arrive_cluster_barrier(control.keys[buffer].empty[group], at.releases);
     random_sleep();
