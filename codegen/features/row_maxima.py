@@ -42,5 +42,5 @@ ROW_MAXIMA = RowMaxima(
     tag="rowmax",
     asked_by=lambda call: call.options.row_maxima and call.needs_grad is None,
     values=(False, True),
-    support="largest logits (`return_max_logits=True`)",
+    support="max logits (`return_max_logits=True`)",
 )

@@ -40,7 +40,7 @@ def delta(out: jax.Array, dout: jax.Array, dlse: jax.Array | None) -> jax.Array:
     return found if dlse is None else found - dlse.astype(accumulator)
 
 
-def of_rows(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | bool]:
+def of_each_row(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | bool]:
     """The sink of each row, which broadcasts to [B, T, N], and whether the row is valid."""
     own = operands.sinks
     if not is_packed(operands):
@@ -63,7 +63,7 @@ def of_rows(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | boo
 
 def probabilities(operands: Any, options: Options, lse: jax.Array) -> jax.Array:
     """exp(sink - lse), [B, T, N]: the probability of each row's sink; 1 if both are inf."""
-    sinks, _ = of_rows(operands, options)
+    sinks, _ = of_each_row(operands, options)
     # Rows beyond the lengths have a logsumexp of -inf.
     is_empty = lse == -jnp.inf
     return jnp.where(is_empty, 0, jnp.exp(_distance(sinks, jnp.where(is_empty, 0, lse))))

@@ -56,9 +56,9 @@ def _lower_forward(
         filled: the results of an earlier call, which this one updates in place; none by default.
     """
     avals = buffers.separate(types)
-    specs = selection.of_types(avals, options, needs_grad=None)
-    inputs = buffers.of_operands(ctx, types, operands, options, replaced)
-    inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
+    specs = selection.kernels(avals, options, needs_grad=None)
+    inputs = buffers.operand_buffers(ctx, types, operands, options, replaced)
+    inputs += buffers.block_mask_buffers(ctx, avals, operands, options.divisors, specs)
     names = ("out", "logsumexp", "row_maxima")
     layouts = (None, ROW_STATISTICS, ROW_STATISTICS)
     results = [
@@ -132,9 +132,9 @@ def _lower_kernels(
     types, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, leaves)
     avals = buffers.separate(types)
-    specs = selection.of_types(avals, options, needs_grad=needs_grad)
-    inputs = buffers.of_operands(ctx, types, operands, options)
-    inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
+    specs = selection.kernels(avals, options, needs_grad=needs_grad)
+    inputs = buffers.operand_buffers(ctx, types, operands, options)
+    inputs += buffers.block_mask_buffers(ctx, avals, operands, options.divisors, specs)
     named = zip(
         ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),
         residual_avals,
@@ -225,8 +225,8 @@ def lower_tangent(ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, option
     types, out_aval, lse_aval, tangent_types = jax.tree.unflatten(tree, ctx.avals_in)
     operands, out, lse, tangents = jax.tree.unflatten(tree, leaves)
     avals = buffers.separate(types)
-    inputs = buffers.of_operands(ctx, types, operands, options)
-    inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
+    inputs = buffers.operand_buffers(ctx, types, operands, options)
+    inputs += buffers.block_mask_buffers(ctx, avals, operands, options.divisors, specs)
     inputs += [
         Buffer("out", out_aval, out),
         Buffer("logsumexp", lse_aval, lse, ROW_STATISTICS),
@@ -251,7 +251,7 @@ def kernels(
     operands, _, _, tangents = jax.tree.unflatten(tree, avals)
     needs_grad = needs_grad_of(operands, named_arrays(tangents))
     try:
-        return selection.of_types(
+        return selection.kernels(
             buffers.separate(operands), options, needs_grad, archs, is_tangent=True
         )
     except UnsupportedError:

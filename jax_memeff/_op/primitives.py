@@ -136,7 +136,7 @@ def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Seque
         return path.forward(operands, options)
     accumulator = score_dtype(operands.query.dtype)
     out, lse, *row_maxima = path.forward(operands, options, accumulator)
-    out, lse = sinks.joined(out, lse, *sinks.of_rows(operands, options))
+    out, lse = sinks.joined(out, lse, *sinks.of_each_row(operands, options))
     return out.astype(operands.query.dtype), lse, *row_maxima
 
 

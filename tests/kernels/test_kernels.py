@@ -57,10 +57,10 @@ def compiled(compile_kernels, selected):
     for case, choices in gradients.items():
         operands, _, _ = passed(case, *case.arrays())
         for needs_grad in choices:
-            for arch, spec in selection.of_types(operands, case.options, needs_grad).items():
+            for arch, spec in selection.kernels(operands, case.options, needs_grad).items():
                 jobs.add((spec, arch))
         with without_splits():
-            for arch, spec in selection.of_types(operands, case.options, None).items():
+            for arch, spec in selection.kernels(operands, case.options, None).items():
                 jobs.add((spec, arch))
     compile_kernels(jobs)
 
