@@ -94,14 +94,13 @@ class Kernel(KernelTraits):
     maps_type: ClassVar[str] = ""
     """The device type of its tensor maps, if it is not that of its direction."""
     own_problems: ClassVar[tuple[tuple[tuple[int, int], Mapping[str, Any]], ...]] = ()
-    """Head dims and features of problems in the closure that no other kernel serves."""
+    """Head dims and features that ``closure`` adds because only this kernel serves them."""
     owns_outputs: ClassVar[bool] = False
-    """Whether each result, other than those of a forward, is written by the CTAs that own it,
-    without sums."""
+    """The CTAs that own a result write it, without sums in global memory. A forward always does."""
     moves_unaligned_rows_in_pieces: ClassVar[bool] = False
-    """Whether rows that are not aligned to 16 bytes take registers in the main loop."""
+    """Rows that are not aligned to 16 bytes take registers in the main loop."""
     persistent: ClassVar[bool] = False
-    """Whether CTAs are persistent: a grid no larger than the GPU divides all work tiles."""
+    """A grid no larger than the GPU divides all work tiles."""
 
     @property
     def device_file(self) -> str:
@@ -291,12 +290,12 @@ class KernelSpec:
 
     @property
     def persistent(self) -> bool:
-        """Whether CTAs are persistent: a grid no larger than the GPU divides all work tiles."""
+        """A grid no larger than the GPU divides all work tiles."""
         return self.kernel.persistent
 
     @property
     def deterministic_dq(self) -> bool:
-        """Whether CTAs that add to the gradient of the query wait for each other."""
+        """CTAs that add to the gradient of the query wait for each other."""
         deterministic = self[registry.DETERMINISTIC] and "query" in self.gradients
         return deterministic and not self.kernel.owns_outputs
 

@@ -53,7 +53,7 @@ class Operand(NamedTuple):
 
     @property
     def broadcast_by_vmap(self) -> bool:
-        """Whether batch indices may share parts of it."""
+        """Batch indices may share parts of it."""
         return "~" in self.dims
 
 
@@ -202,18 +202,17 @@ class Feature(Generic[Asked, Compiled]):
     operands: tuple[Operand, ...] = ()
     """The arrays that it adds to a call."""
     per_head: bool = False
-    """Whether it differs between query heads that share a key head, or is computed for 16x16
-    blocks.
-    """
+    """A tile with it has rows of one query head: it differs between the heads that share a key head,
+    or its random bits come in 16x16 blocks."""
     numbers: tuple[str, ...] = ()
     """The names of its run-time numbers, words of 32 bits that reach kernels as ``ParamsField``."""
     has_block_mask: bool = False
-    """Whether it is an array that lets a kernel skip tiles of scores."""
+    """It is an array that lets a kernel skip tiles of scores."""
     modifies: Modified | None = None
     """The values that it changes in a main loop. That takes registers, so each tile declares
     whether it has them: ``modifiers`` of ``codegen/kernels/common/base.py``."""
     positional: bool = False
-    """Whether it counts from the global positions of row 0 and column 0."""
+    """It counts from the global positions of row 0 and column 0."""
     axes: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     """Names and values of its axes in the test matrix (tests/support/case_matrix.py)."""
     support: tuple[SupportRow, ...] = ()

@@ -253,8 +253,8 @@ struct FmhaBackwardSm80 {
   static constexpr int kSumsOffset = kBiasOffset + Scores::Bias::kBytes;
   static constexpr int kSharedBytes = kSumsOffset + Scores::CapturedSums::kSharedBytes;
 
-  // Whether dS is needed in shared memory: dq and dk read it, and it is the gradient of the bias.
-  // If none of these is asked for, dv needs only P.
+  // dq and dk read dS from shared memory, and it is the gradient of the bias. If none of these is
+  // asked for, dv needs only P.
   static constexpr bool kStoreScoreGradient =
       Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kFromTile;
   static constexpr bool kScoreGradient = kStoreScoreGradient || Config::kFunctionGradient ||
@@ -325,8 +325,7 @@ struct FmhaBackwardSm80 {
       return shared + kStatisticsOffset + buffer * kStatisticsBytes;
     }
 
-    // The position of a Q block among all that the CTAs of a key head may iterate over, in their
-    // order.
+    // The index of a Q block among all Q blocks of the key head's group, in the order of the loop.
     CUTE_DEVICE int position(QBlock const& q_block) const {
       return (q_block.head - item.head * params.shape.group) * params.query_tiles + q_block.tile;
     }

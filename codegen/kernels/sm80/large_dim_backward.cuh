@@ -220,8 +220,8 @@ struct FmhaBackwardLargeDimDkdv {
   }
 
  private:
-  // Enumerates the Q blocks of all query heads of a KV block, as tiles of scores. Indices count the
-  // blocks that a block mask skips, too, so that without a mask they are a plain counter.
+  // Enumerates the Q blocks of all query heads of a KV block, as tiles of scores. Indices also
+  // count blocks that a block mask skips, so without a mask they are a plain counter.
   struct QTiles {
     WorkItem const& item;
     TileRange const& tiles;

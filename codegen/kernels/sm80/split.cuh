@@ -98,11 +98,10 @@ struct SplitOperands : SplitTiles<Config> {
     }
   }
 
-  // Called once all queries are in shared memory, to read the factors of their rows; there are
-  // none.
+  // Called once all queries are in shared memory. Float8Operands reads the factors of their rows.
   CUTE_DEVICE void begin() {}
 
-  // Starts the copies of the scales of keys; there are none.
+  // Float8Operands starts the copies of the scales of keys.
   template <class Pages>
   CUTE_DEVICE void load_scales(int, int, Pages const&) const {}
 
@@ -121,11 +120,11 @@ struct SplitOperands : SplitTiles<Config> {
     warp_gemm<Element, Tiles::kConsumerGroupKeys / 16>(output, probabilities, Values(values, 0));
   }
 
-  // The factor of the output at the end.
+  // The output is multiplied by this at the end.
   CUTE_DEVICE float output_scale() const { return 1.0f; }
 
-  // Orders the columns of the output: elements 2i and 2i + 1 of output(., m, n) are columns
-  // column(n) and column(n) + 1, here from the start.
+  // Afterwards elements 2i and 2i + 1 of output(., m, n) are columns column(n) and column(n) + 1.
+  // Here they always are.
   template <class Output>
   CUTE_DEVICE static void order_columns(Output&) {}
   CUTE_DEVICE static int column(int n) {
@@ -379,7 +378,7 @@ class Float8Operands : public SplitTiles<Config> {
     }
   }
 
-  // The factor of the output at the end.
+  // The output is multiplied by this at the end.
   CUTE_DEVICE float output_scale() const {
     float scale = kFloat8Factor;
     if constexpr (Config::kValueScale == PoolScale::heads) {
@@ -544,15 +543,14 @@ struct FmhaForwardSplitSm80 {
   using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
                                    ScoreFunction<Config, ScoreGrid, false, Config::kPackGqa>>;
 
-  // Batch-invariant results: a split is a whole number of segments, see SegmentSum.
-  // Each group takes whole segments, because a segment is summed in one fixed order. The combine
-  // kernel adds up the segments.
+  // Batch-invariant results: a split is a whole number of segments (SegmentSum). A segment is
+  // summed in one fixed order, so a group takes whole segments. The combine kernel adds them up.
   static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
   static constexpr bool kGroupsTakeSegments = Tiles::kGroupsTakeSegments;
   static constexpr int kSegmentBlocks = Config::kSegmentKeys / kTileKey;
   static_assert(Config::kSegmentKeys % kTileKey == 0);
 
-  // Segments end at their last block, so none is left out.
+  // With segments no block is left out: a segment is finished at its last block.
   using KvBlocks =
       cute::conditional_t<decides_tiles<Config>(),
                           FunctionBlocks<Config, Config::kPackGqa, kTileKey, !kKeySegments>,

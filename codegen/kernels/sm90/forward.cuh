@@ -53,7 +53,7 @@
 
 namespace memeff {
 
-// Main loop: a consumer runs it for the work tiles that it has rows of.
+// Main loop of a consumer, for the work tiles in which it owns rows.
 //
 // Hazard: keep the state in local variables, and begin_output and end_output as lambdas. As members
 // of an object, or as functions, they change how ptxas assigns registers; so does a single function
@@ -86,7 +86,7 @@ struct ForwardMainLoopSm90 {
   static constexpr int kTileQuery = Kernel::kTileQuery;
   static constexpr bool kOutputFirst = Config::kOutputFirst;
   static_assert(!kOutputFirst || !Operands::kSequential);
-  // Whether lanes release buffers under a predicate, not after a branch. The branch ends a basic
+  // Lanes release buffers under a predicate, not after a branch. The branch ends a basic
   // block, which costs 3 % at head dim 128 with kOutputFirst. But without kOutputFirst, kernels
   // without the branch are 25 % slower.
   static constexpr bool kReleasesByPredicate = kOutputFirst;
@@ -373,8 +373,8 @@ struct ForwardMainLoopSm90 {
     }
   }
 
-  // Whether a mask function may be false in a KV block, for the rows of a consumer from `own_row`
-  // on; always true if block masks decide instead.
+  // False if the mask function is true for all of a KV block and a consumer's rows from `own_row`
+  // on. Always true if block masks decide instead.
   CUTE_DEVICE static bool may_be_masked(ForwardParams const& params, Mask const& mask,
                                         ScoreTilePosition at, int own_row) {
     if constexpr (decides_tiles<Config>()) {
@@ -387,8 +387,8 @@ struct ForwardMainLoopSm90 {
     return true;
   }
 
-  // The modified probabilities of a KV block as an operand. With kScalesRows it needs the factors
-  // of the values that it will be multiplied with.
+  // The modified probabilities of a KV block as an operand. With kScalesRows they are multiplied by
+  // factors of the values, so the values must have arrived.
   template <class Scores>
   CUTE_DEVICE static auto probabilities_of(ForwardParams const& params, Control& control,
                                            uint32_t tiles, ConsumerState const& at,

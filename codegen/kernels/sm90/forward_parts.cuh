@@ -65,12 +65,12 @@ struct MappedOperands {
   static constexpr int kQueryBytes = QueryTile::kBytes / kRowWarpgroups;  // per consumer
   static constexpr int kHeadSteps = Config::kHeadDim / 16;
   static constexpr int kKeySteps = Config::kTileKey / 16;
-  // Whether the main loop must zero values beyond a length: they lie in the tensor and may be NaN.
+  // The main loop must zero values beyond a length: they lie in the tensor and may be NaN.
   static constexpr bool kClearsValues = true;
-  // Whether probabilities depend on the values that they are multiplied with.
+  // Probabilities are multiplied by factors of the values.
   static constexpr bool kScalesRows = false;
-  // Whether the product of scores waits for the product with the previous KV block's values. A
-  // consumer without registers for both overlaps only with the products of other consumers.
+  // The product of scores waits for the product with the previous KV block's values. A consumer
+  // without registers for both overlaps only with the products of other consumers.
   static constexpr bool kSequential = false;
   static constexpr int kProducerRegisters = 32;
 
@@ -84,8 +84,8 @@ struct MappedOperands {
   static constexpr bool kRegisterQueries =
       Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kHeadDim / 4 >= main_loop_registers<Config>();
-  // Whether the modifiers of a KV block's probabilities are computed while the product of its
-  // scores runs, or only when they are needed.
+  // The modifiers of a KV block's probabilities are computed while the product of its scores runs,
+  // not only when they are needed.
   static constexpr bool kModifiesEarly =
       Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kTileKey / 8 >= 32 + (Config::kBias ? 48 : 0) + (kWindow ? 16 : 0);
@@ -213,7 +213,8 @@ struct MappedOperands {
 // Output of a consumer, written after the last KV block of its rows.
 
 // Writes zeros to the rows [row, row_end) of a work tile's output, and `number` to its statistics
-// of these rows, with the threads of a warpgroup. These rows are not valid, but may exist.
+// of these rows, with the threads of a warpgroup. They are beyond the query length, perhaps still
+// within the array.
 template <class Config>
 CUTE_DEVICE void write_empty_rows(ProblemShape const& shape, TensorView const& out,
                                   float* statistics, float number, WorkItem const& item,

@@ -251,9 +251,9 @@ struct LatentProducerSm90 {
   }
 
  private:
-  // How many KV blocks ahead a block is prefetched into L2. It can be loaded only when its buffer
-  // is free, when both consumers already wait for it. The latency of DRAM would be exposed then, so
-  // one of the CTAs that read the block prefetches it.
+  // How many KV blocks ahead of its copy a block is prefetched into L2. The copy must wait for a
+  // free buffer, and then both consumers already wait for the block. So one of the CTAs that read
+  // the block prefetches it; otherwise they would wait for DRAM.
   static constexpr int kPrefetched = 1;
 
   // Copies a box to all CTAs that share it.
@@ -284,8 +284,8 @@ struct LatentProducerSm90 {
 // The kernel calls produce_keys() with one warp per column group, in place of a thread of
 // LatentProducerSm90. Both fill the same buffers, so consumers do not depend on the pool.
 //
-// A warp converts every third panel of a KV block. CTAs do not share keys: an own copy in float8
-// has as many bytes as half of a copy in 16 bits, which a CTA reads if they do.
+// A warp converts every third panel of a KV block. CTAs do not share keys: a whole block in float8
+// has as many bytes as the half in 16 bits that each would copy if they did.
 template <class Config, class Kernel>
 struct LatentFloat8ProducerSm90 {
   using Element = typename Config::Element;
@@ -346,7 +346,7 @@ struct LatentFloat8ProducerSm90 {
     return min(panel / Kernel::kValuePanels, Kernel::kColumnGroups - 1);
   }
 
-  // The keys of a part, and where those of the current KV block are.
+  // The keys of a part, and the rows of the current KV block.
   struct Keys {
     KeyValueSource<Config> source;
     int key_length;
@@ -393,8 +393,8 @@ struct LatentFloat8ProducerSm90 {
                           uint32_t (&bytes)[kSteps][4]) const {
       using Float8 = KeyValueElement<Config>;
       int const column = panel * KeyTile::kPanelColumns + lane_column();
-      // Hidden values: else the compiler keeps the addresses and conditions of all rows of a block
-      // in registers, and spills others.
+      // The values are hidden from the compiler, or it keeps the addresses and conditions of all
+      // rows of a block in registers, and spills others.
       unsigned left = unsigned(max(key_length - first, 0));
       hide_value(left);
       left = column < params.shape.head_dim ? left : 0;
