@@ -202,8 +202,8 @@ class Feature(Generic[Asked, Compiled]):
     operands: tuple[Operand, ...] = ()
     """The arrays that it adds to a call."""
     per_head: bool = False
-    """A tile with it has rows of one query head: it differs between the heads that share a key head,
-    or its random bits come in 16x16 blocks."""
+    """A tile with it has rows of one query head: it differs between heads that share a key head, or
+    its random bits come in 16x16 blocks."""
     numbers: tuple[str, ...] = ()
     """The names of its run-time numbers, words of 32 bits that reach kernels as ``ParamsField``."""
     has_block_mask: bool = False
