@@ -72,6 +72,7 @@ def without_splits():
 
 @pytest.mark.parametrize("case", marked(CASES), ids=str)
 def test_matches_the_oracle(case):
+    """Results and all gradients. Ids are sizes: dk and dv of N4K2 are sums over two query heads."""
     assert_matches_the_oracle(case)
 
 
