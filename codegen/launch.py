@@ -12,8 +12,8 @@ class BlockMask(NamedTuple):
     """The block mask for tiles of ``query`` rows and ``key`` columns, with a row for each tile of
     ``lines`` (codegen/memeff/mask/block_mask.cuh).
 
-    The rows of a tile are divided into ``parts`` of the same size, each with two bits of the tile's
-    byte.
+    A tile is cut into ``parts`` equal bands of rows; each has two bits of the tile's byte: skipped,
+    full or partial.
     """
 
     lines: Literal["queries", "keys"]

@@ -76,11 +76,11 @@ _STRATEGIES: tuple[tuple[Mapping[str, Any], Strategy], ...] = (
         for feature in wgmma_forward.ONE_TILE_FEATURES
         for alone in feature.alone
     ),
-    ({"varlen": True}, Strategy(query_rows="consumer_groups")),
+    ({"packed": True}, Strategy(query_rows="consumer_groups")),
     (features.together(), Strategy(query_rows="consumer_groups")),
     ({}, Strategy(split_q=True)),
     ({"mask": "causal"}, Strategy(split_q=True)),
-    ({"varlen": True, "mask": "causal"}, Strategy(split_q=True)),
+    ({"packed": True, "mask": "causal"}, Strategy(split_q=True)),
     ({"deterministic": True, "mask": "causal"}, Strategy(split_q=True)),
     (_COMMON_BIAS, Strategy(split_q=True)),
     ({}, Strategy(mma_sync=True)),
@@ -125,8 +125,8 @@ def choose(problem: Problem, sizes: Sizes, multiprocessors: int) -> Strategy:
         return Strategy(mma_sync=wgmma.prefers_mma_sync(sizes, multiprocessors))
     if problem.direction == "forward":
         return Strategy(query_rows=_query_rows(problem, sizes, multiprocessors))
-    ordered = problem[features.DETERMINISTIC] and "query" in problem.needs_grad
-    splits = wgmma_backward.q_splits(problem[features.MASK], sizes, multiprocessors, ordered)
+    deterministic = problem[features.DETERMINISTIC] and "query" in problem.needs_grad
+    splits = wgmma_backward.q_splits(problem[features.MASK], sizes, multiprocessors, deterministic)
     return Strategy(split_q=splits > 1)
 
 
@@ -139,7 +139,7 @@ def _query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRo
     tiles = sizes.batch * sizes.heads * ceil_div(sizes.queries, _PLAIN_ROWS)
     leaves_half_idle = 2 * tiles <= multiprocessors
     has_groups = gpu.has_wgmma(problem.arch) and leaves_half_idle
-    is_packed = problem[features.VARLEN] and not problem.asks(features.PAGES)
+    is_packed = problem[features.PACKED] and not problem.asks(features.PAGES)
     if is_packed or problem[features.ROW_MAXIMA]:
         # Partial results have no maxima.
         return "consumer_groups" if has_groups else None
@@ -150,7 +150,7 @@ def _query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRo
         return "consumer_groups"
     # If many heads share a key head, a tile of one head has few rows.
     is_faster = split_time < ceil_div(tiles, multiprocessors) * sizes.keys
-    if split.packed_rows(problem, sizes) <= _SPLIT_ROWS or leaves_half_idle or is_faster:
+    if split.gqa_rows(problem, sizes) <= _SPLIT_ROWS or leaves_half_idle or is_faster:
         return "64"
     return wgmma_forward.rows_to_fill(problem, sizes)
 

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from jax_memeff.codegen import gpu
-from jax_memeff.codegen.functions.sums import MOST_STRIPS
 from jax_memeff.codegen.gpu import Gpu
 from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.strategy import Strategy
 
 from . import features as registry
-from .features.feature import Constant, CppType, Feature
+from .features.feature import Constant, CppType, Feature, KernelTraits, ProblemLike
 from .launch import (
     BlockMask,
     CapturedArray,
@@ -82,7 +81,7 @@ class Row(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel(abc.ABC):
+class Kernel(KernelTraits):
     """Everything that is specific to a device kernel. Its module and its device file have the path
     ``stem`` below ``codegen/kernels/``. Two kernels of one class are equal: they have no state.
     """
@@ -94,34 +93,16 @@ class Kernel(abc.ABC):
     """The device class of the main entry point."""
     header: ClassVar[str | None] = None
     """The path of the device file below ``codegen/kernels/``, by default ``stem``."""
-    reads_bias_by_elements: ClassVar[bool] = False
-    """Whether lanes load element by element a bias that is not broadcast over rows or columns."""
-    sums_common_bias: ClassVar[bool] = True
-    """Whether the kernel adds up the gradient of a bias that batch indices or heads share.
-    Otherwise a dbias kernel does."""
-    sums_function_gradients: ClassVar[bool] = False
-    """Whether the kernel sums the gradients of arrays that a score function reads."""
     maps_type: ClassVar[str] = ""
     """The device type of its tensor maps, if it is not that of its direction."""
-    reads_pages: ClassVar[bool] = False
-    """Whether keys and values may be in pages."""
-    reads_float8_pages: ClassVar[bool] = False
-    """Whether these may be float8."""
-    reads_latent: ClassVar[bool] = False
-    """Whether the values are the first columns of the keys."""
     own_problems: ClassVar[tuple[tuple[tuple[int, int], Mapping[str, Any]], ...]] = ()
-    """Head dims and features of problems in the closure that no other kernel serves."""
+    """Head dims and features that ``closure`` adds because only this kernel serves them."""
     owns_outputs: ClassVar[bool] = False
-    """Whether each result, other than those of a forward, is written by the CTAs that own it,
-    without sums."""
-    splits_keys: ClassVar[bool] = False
-    """Whether a forward splits the keys over CTAs."""
-    decides_mask_tiles: ClassVar[bool] = False
-    """Whether the kernel itself classifies the tiles of a mask function without a block mask."""
+    """The CTAs that own a result write it, without sums in global memory. A forward always does."""
     moves_unaligned_rows_in_pieces: ClassVar[bool] = False
-    """Whether rows that are not aligned to 16 bytes take registers in the main loop."""
+    """Rows that are not aligned to 16 bytes take registers in the main loop."""
     persistent: ClassVar[bool] = False
-    """Whether CTAs are persistent: a grid no larger than the GPU divides all work tiles."""
+    """A grid no larger than the GPU divides all work tiles."""
 
     @property
     def device_file(self) -> str:
@@ -217,25 +198,11 @@ class Kernel(abc.ABC):
         """Whether the kernel reads a block mask if masks are arrays."""
         return True
 
-    def adds_score_function(self, spec: KernelSpec) -> bool:
-        """Whether the score function needs no more registers for each score, because it only adds
-        a number that is the same along a diagonal: in the products of the scores, as part of the
-        exponents, or from shared memory.
-        """
-        return False
-
-    def strips_of_sums(self, arch: str) -> int:
-        """How many gradients of captured arrays may be summed through shared memory."""
-        return MOST_STRIPS
-
     def completed(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> KernelSpec:
         """``spec`` with the fields that only this kernel sets."""
         return spec
 
-    def adds_across_blocks(self, problem: Problem) -> bool:
-        """Whether several CTAs add to a gradient in an order that only waiting can fix. Sums of dk,
-        dv and full bias gradients have a fixed order anyway.
-        """
+    def adds_across_blocks(self, problem: ProblemLike) -> bool:
         bias = registry.BIAS.compiled(problem, self)
         query_sums = "query" in problem.needs_grad and not self.owns_outputs
         return query_sums or (bias is not None and bias.gradient == "columns")
@@ -249,7 +216,7 @@ class KernelSpec:
     are run-time parameters. ``spec[feature]`` is what the kernel has of a feature. ``gradients``
     are those of query, key and value that a backward computes or that have a tangent, and () in a
     forward. Rows of query, key, value, output and gradients begin at multiples of ``alignment``
-    bytes. ``pack_heads`` is whether tiles of a split forward have the rows of all query heads that
+    bytes. ``pack_gqa`` is whether tiles of a split forward have the rows of all query heads that
     share a key head, and ``split_q`` whether CTAs of a backward may share a KV block.
     """
 
@@ -261,7 +228,7 @@ class KernelSpec:
     features: tuple[tuple[str, Any], ...]
     gradients: tuple[str, ...] = ()
     alignment: int = 16
-    pack_heads: bool = False
+    pack_gqa: bool = False
     split_q: bool = False
 
     def __getitem__(self, feature: Feature[Any, _Compiled]) -> _Compiled:
@@ -339,14 +306,14 @@ class KernelSpec:
 
     @property
     def persistent(self) -> bool:
-        """Whether CTAs are persistent: a grid no larger than the GPU divides all work tiles."""
+        """A grid no larger than the GPU divides all work tiles."""
         return self.kernel.persistent
 
     @property
-    def orders_queries(self) -> bool:
-        """Whether CTAs that add to the gradient of the query wait for each other."""
-        ordered = self[registry.DETERMINISTIC] and "query" in self.gradients
-        return ordered and not self.kernel.owns_outputs
+    def deterministic_dq(self) -> bool:
+        """CTAs that add to the gradient of the query wait for each other."""
+        deterministic = self[registry.DETERMINISTIC] and "query" in self.gradients
+        return deterministic and not self.kernel.owns_outputs
 
     @property
     def captured_arrays(self) -> tuple[CapturedArray, ...]:

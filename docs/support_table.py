@@ -96,7 +96,7 @@ ROWS = (
     Row(
         "packed sequences and bias with head dims above 256",
         _dims(512),
-        ({"varlen": True}, *BIAS.every),
+        ({"packed": True}, *BIAS.every),
     ),
     Row(
         "deterministic bias gradients with head dims above 256",

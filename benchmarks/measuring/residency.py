@@ -47,12 +47,12 @@ class Residency:
         self._target = gpu.of(arch)
         self._device = gpu.of(archs.of_capability(*_capability()))
         self._entries: dict[str, tuple[EntryPoint, bytes]] = {}
-        of_kernel = custom_call.of_kernel
+        attributes = custom_call.kernel_attributes
 
         def of_padded_kernel(spec: KernelSpec, *arguments: Any) -> dict[str, Any]:
-            return of_kernel(cast(KernelSpec, _Padded(spec, self._pad)), *arguments)
+            return attributes(cast(KernelSpec, _Padded(spec, self._pad)), *arguments)
 
-        custom_call.of_kernel = of_padded_kernel
+        custom_call.kernel_attributes = of_padded_kernel
         compile_kernel = compiler.compile
 
         def compile_and_note(spec: KernelSpec, arch: str) -> compiler.Compiled:

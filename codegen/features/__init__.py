@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .bias import BIAS, AskedBias, CompiledBias
-from .delta import EXACT_DELTA
+from .delta import DELTA_FROM_SCORES
 from .deterministic import DETERMINISTIC
 from .dropout import DROPOUT
 from .feature import OPERANDS, Feature, Flag, Operand
@@ -27,14 +27,15 @@ __all__ = [
     "BOOLEAN",
     "BROADCAST_BATCH",
     "BY_NAME",
+    "DELTA_FROM_SCORES",
     "DETERMINISTIC",
     "DROPOUT",
-    "EXACT_DELTA",
     "FEATURES",
     "FUNCTIONS",
     "LENGTHS",
     "MASK",
     "NUMBERS",
+    "PACKED",
     "PAGES",
     "POSITION",
     "POSITIONS",
@@ -42,7 +43,6 @@ __all__ = [
     "SEGMENTS",
     "SINKS",
     "SOFT_CAP",
-    "VARLEN",
     "AskedBias",
     "AskedPages",
     "CompiledBias",
@@ -51,11 +51,12 @@ __all__ = [
     "together",
 ]
 
-VARLEN = Flag(
-    "varlen",
+PACKED = Flag(
+    "packed",
     "packed sequences",
-    constant="kVarlen",
+    constant="kPacked",
     tag="varlen",
+    flag="varlen",
     asked_by=lambda call: call.operands.sequences is not None,
     operands=(
         Operand("query_starts", "B+1", places=("sequences.query_starts",)),
@@ -89,7 +90,7 @@ SOFT_CAP = Flag(
 FEATURES: tuple[Feature[Any, Any], ...] = (
     MASK,
     LENGTHS,
-    VARLEN,
+    PACKED,
     PAGES,
     POSITIONS,
     BROADCAST_BATCH,
@@ -101,7 +102,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     BIAS,
     SINKS,
     ROW_MAXIMA,
-    EXACT_DELTA,
+    DELTA_FROM_SCORES,
     DETERMINISTIC,
 )
 """In the order of names, configurations and reasons. ``Feature`` documents an entry."""

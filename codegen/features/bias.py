@@ -6,21 +6,20 @@ import argparse
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from .deterministic import DETERMINISTIC
 from .feature import (
     Constant,
     CppType,
     Feature,
+    KernelTraits,
     Operand,
+    ProblemLike,
+    SpecLike,
     SupportRow,
     expect_one_of,
 )
-
-if TYPE_CHECKING:
-    from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
 
 BiasBits = Literal["16", "32"]
 BiasLayout = Literal["full", "common", "columns", "rows"]
@@ -119,13 +118,13 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
         aligned = f", bias_alignment={asked.alignment}" if asked.alignment != 16 else ""
         return f"{asked.bits}-bit {asked.layout} bias{aligned}"
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> CompiledBias | None:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> CompiledBias | None:
         asked = problem[self]
         if asked is None:
             return None
         return CompiledBias(asked.bits, _access(asked, kernel), _gradient(asked, problem, kernel))
 
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+    def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
         found: dict[str, Constant | CppType] = {"kBias": spec[self] is not None}
         if (bias := spec[self]) is not None:
             element = "float" if bias.bits == "32" else spec.bias_element
@@ -136,7 +135,7 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
             found["kBiasGradient"] = f"memeff::BiasGradient::{gradient(spec)}"
         return found
 
-    def tag(self, compiled: CompiledBias | None, kernel: Kernel) -> str:
+    def tag(self, compiled: CompiledBias | None, kernel: KernelTraits) -> str:
         if compiled is None:
             return ""
         usual = "elements" if kernel.reads_bias_by_elements else "vectors"
@@ -156,7 +155,7 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
             BIAS_GRADIENTS.index(compiled.gradient),
         )
 
-    def family_reasons(self, problem: Problem) -> list[str]:
+    def family_reasons(self, problem: ProblemLike) -> list[str]:
         asked = problem[self]
         if problem.dtype in ("f32", "tf32") and asked and asked.bits == "16":
             return [
@@ -165,7 +164,7 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
             ]
         return []
 
-    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+    def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
         has, asked = spec[self], self.compiled(problem, spec.kernel)
         reasons = []
         if _bits(has) != _bits(asked):
@@ -176,7 +175,7 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
             reasons.append(f"its bias gradient is {computed}, not {wanted}")
         return reasons
 
-    def needs_registers(self, spec: KernelSpec) -> bool:
+    def needs_registers(self, spec: SpecLike) -> bool:
         bias = spec[self]
         return bias is not None and (spec.kernel.reads_bias_by_elements or bias.access != "rows")
 
@@ -203,7 +202,7 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
         return AskedBias(flags.bias, flags.bias_layout or BIAS_LAYOUTS[0])
 
 
-def gradient(spec: KernelSpec) -> BiasGradient:
+def gradient(spec: SpecLike) -> BiasGradient:
     """How a kernel sums the gradient of the bias."""
     bias = spec[BIAS]
     return "none" if bias is None else bias.gradient
@@ -213,7 +212,7 @@ def _bits(bias: CompiledBias | None) -> str:
     return "none" if bias is None else f"{bias.bits}-bit"
 
 
-def _access(asked: AskedBias, kernel: Kernel) -> BiasAccess:
+def _access(asked: AskedBias, kernel: KernelTraits) -> BiasAccess:
     if asked.layout in ("columns", "rows"):
         return asked.layout
     if kernel.reads_bias_by_elements:
@@ -221,7 +220,7 @@ def _access(asked: AskedBias, kernel: Kernel) -> BiasAccess:
     return "vectors" if asked.alignment % 16 == 0 else "words"
 
 
-def _gradient(asked: AskedBias, problem: Problem, kernel: Kernel) -> BiasGradient:
+def _gradient(asked: AskedBias, problem: ProblemLike, kernel: KernelTraits) -> BiasGradient:
     """How the gradient is summed; one that is broadcast over columns needs no sum."""
     if problem.direction != "backward" or "bias" not in problem.needs_grad:
         return "none"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from .feature import Constant, CppType, Feature
-
-if TYPE_CHECKING:
-    from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
+from .feature import (
+    Constant,
+    CppType,
+    Feature,
+    KernelTraits,
+    ProblemLike,
+    SpecLike,
+)
 
 
 class AskedDelta(NamedTuple):
@@ -19,21 +22,21 @@ class AskedDelta(NamedTuple):
     """Whether rows have sinks; else the probabilities of a row sum to 1."""
 
 
-class ExactDelta(Feature[AskedDelta | None, AskedDelta | None]):
+class DeltaFromScores(Feature[AskedDelta | None, AskedDelta | None]):
     """A kernel of its own takes delta from the scores, before the main kernel. Only gradients of
     captured arrays ask for it (jax_memeff/_call/functions.py), so it has no flag and no axis.
     """
 
-    name, title = "exact_delta", "delta from the scores"
+    name, title = "delta_from_scores", "delta from the scores"
     off = None
     together = None
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> AskedDelta | None:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> AskedDelta | None:
         return problem[self]
 
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        own = spec[self]
-        return {} if own is None else {"kNormalizesDelta": not own.has_sinks}
+    def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
+        compiled = spec[self]
+        return {} if compiled is None else {"kNormalizesDelta": not compiled.has_sinks}
 
     def gradient_tag(self, compiled: AskedDelta | None) -> str:
         if compiled is None:
@@ -43,7 +46,7 @@ class ExactDelta(Feature[AskedDelta | None, AskedDelta | None]):
     def sort_key(self, compiled: AskedDelta | None) -> tuple:
         return () if compiled is None else (1, *compiled)
 
-    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+    def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
         if spec[self] is not None and not spec.kernel.sums_function_gradients:
             return ["it takes delta from the rounded output"]
         return []
@@ -52,7 +55,7 @@ class ExactDelta(Feature[AskedDelta | None, AskedDelta | None]):
         return self.title
 
     def asked_by(self, call: Any) -> AskedDelta | None:
-        return call.exact_delta
+        return call.delta_from_scores
 
 
-EXACT_DELTA = ExactDelta()
+DELTA_FROM_SCORES = DeltaFromScores()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .feature import (
     Constant,
     CppType,
     Feature,
+    KernelTraits,
+    ProblemLike,
+    SpecLike,
     SupportRow,
     expect_one_of,
 )
-
-if TYPE_CHECKING:
-    from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
 
 
 class Deterministic(Feature[bool, bool]):
@@ -34,10 +33,10 @@ class Deterministic(Feature[bool, bool]):
     def check(self, asked: bool) -> None:
         expect_one_of(self.name, asked, (False, True))
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> bool:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> bool:
         return problem[self] and kernel.adds_across_blocks(problem)
 
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+    def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
         return {"kDeterministic": spec[self]} if spec.direction == "backward" else {}
 
     def gradient_tag(self, compiled: bool) -> str:
@@ -46,7 +45,7 @@ class Deterministic(Feature[bool, bool]):
     def sort_key(self, compiled: bool) -> tuple:
         return (compiled,)
 
-    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+    def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
         if spec[self] == self.compiled(problem, spec.kernel):
             return []
         return [f"its sums are {'' if spec[self] else 'not '}deterministic"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..launch import ParamsField
-from .feature import Flag, Operand
-
-if TYPE_CHECKING:
-    from ..spec import KernelSpec
+from .feature import (
+    Flag,
+    Operand,
+    SpecLike,
+)
 
 
 class Dropout(Flag):
@@ -19,7 +20,7 @@ class Dropout(Flag):
 
     numbers = ("dropout_threshold", "dropout_scale")
 
-    def params_fields(self, spec: KernelSpec) -> tuple[ParamsField, ...]:
+    def params_fields(self, spec: SpecLike) -> tuple[ParamsField, ...]:
         if not spec[self]:
             return ()
         return (

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import argparse
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from ..launch import CapturedArray, ParamsField
-    from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
+from ..functions.sums import MOST_STRIPS
+from ..launch import CapturedArray, ParamsField
 
 Asked = TypeVar("Asked")
 Compiled = TypeVar("Compiled")
@@ -54,7 +53,7 @@ class Operand(NamedTuple):
 
     @property
     def broadcast_by_vmap(self) -> bool:
-        """Whether batch indices may share parts of it."""
+        """Batch indices may share parts of it."""
         return "~" in self.dims
 
 
@@ -82,6 +81,95 @@ OPERANDS = (
     ),
 )
 """The arrays that any call may have; those of features come with the features."""
+
+
+class ProblemLike(Protocol):
+    """What a feature reads of a ``Problem`` (codegen/problem.py)."""
+
+    @property
+    def direction(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def arch(self) -> str: ...
+    @property
+    def needs_grad(self) -> tuple[str, ...]: ...
+    @property
+    def is_positional(self) -> bool: ...
+    def __getitem__(self, feature: Feature[Asked, Any], /) -> Asked: ...
+    def asks(self, feature: Feature[Any, Any], /) -> bool: ...
+
+
+class KernelTraits(abc.ABC):
+    """What a feature reads of a ``Kernel`` (codegen/spec.py), which inherits it."""
+
+    reads_bias_by_elements: ClassVar[bool] = False
+    """Lanes load element by element a bias that is not broadcast over rows or columns."""
+    sums_common_bias: ClassVar[bool] = True
+    """The kernel adds up the gradient of a bias that batch indices or heads share. Otherwise a
+    dbias kernel does."""
+    sums_function_gradients: ClassVar[bool] = False
+    """The kernel sums the gradients of arrays that a score function reads."""
+    reads_pages: ClassVar[bool] = False
+    """Keys and values may be in pages."""
+    reads_float8_pages: ClassVar[bool] = False
+    """These may be float8."""
+    reads_latent: ClassVar[bool] = False
+    """The values are the first columns of the keys."""
+    splits_keys: ClassVar[bool] = False
+    """A forward splits the keys over CTAs."""
+    decides_mask_tiles: ClassVar[bool] = False
+    """The kernel itself classifies the tiles of a mask function without a block mask."""
+
+    @abc.abstractmethod
+    def adds_across_blocks(self, problem: ProblemLike) -> bool:
+        """Whether several CTAs add to a gradient in an order that only waiting can fix. Sums of dk,
+        dv and full bias gradients have a fixed order anyway.
+        """
+
+    def adds_score_function(self, spec: Any) -> bool:
+        """Whether the score function needs no more registers for each score, because it only adds
+        a number that is the same along a diagonal: in the products of the scores, as part of the
+        exponents, or from shared memory.
+        """
+        return False
+
+    def strips_of_sums(self, arch: str) -> int:
+        """How many gradients of captured arrays may be summed through shared memory."""
+        return MOST_STRIPS
+
+
+class TileLike(Protocol):
+    """What a feature reads of a tile."""
+
+    @property
+    def key(self) -> int: ...
+    @property
+    def masks(self) -> tuple[str, ...]: ...
+
+
+class SpecLike(Protocol):
+    """What a feature reads of a ``KernelSpec`` (codegen/spec.py)."""
+
+    @property
+    def direction(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def kernel(self) -> KernelTraits: ...
+    @property
+    def tile(self) -> TileLike: ...
+    @property
+    def bias_element(self) -> str: ...
+    @property
+    def tma_bias(self) -> bool: ...
+    @property
+    def captured_arrays(self) -> tuple[CapturedArray, ...]: ...
+    def __getitem__(self, feature: Feature[Any, Compiled], /) -> Compiled: ...
 
 
 class SupportRow(NamedTuple):
@@ -114,23 +202,22 @@ class Feature(Generic[Asked, Compiled]):
     operands: tuple[Operand, ...] = ()
     """The arrays that it adds to a call."""
     per_head: bool = False
-    """Whether it differs between query heads that share a key head, or is computed for 16x16
-    blocks.
-    """
+    """A tile with it has rows of one query head: it differs between heads that share a key head, or
+    its random bits come in 16x16 blocks."""
     numbers: tuple[str, ...] = ()
     """The names of its run-time numbers, words of 32 bits that reach kernels as ``ParamsField``."""
     has_block_mask: bool = False
-    """Whether it is an array that lets a kernel skip tiles of scores."""
+    """It is an array that lets a kernel skip tiles of scores."""
     modifies: Modified | None = None
     """The values that it changes in a main loop. That takes registers, so each tile declares
     whether it has them: ``modifiers`` of ``codegen/kernels/common/base.py``."""
     positional: bool = False
-    """Whether it counts from the global positions of row 0 and column 0."""
+    """It counts from the global positions of row 0 and column 0."""
     axes: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     """Names and values of its axes in the test matrix (tests/support/case_matrix.py)."""
     support: tuple[SupportRow, ...] = ()
 
-    def separates_heads(self, problem: Problem) -> bool:
+    def separates_heads(self, problem: ProblemLike) -> bool:
         """Whether a tile of a forward for this problem has rows of one query head only."""
         return self.per_head and problem.asks(self)
 
@@ -145,27 +232,27 @@ class Feature(Generic[Asked, Compiled]):
         """Its part of the one-line description of a problem."""
         return self.name
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> Compiled:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> Compiled:
         """The value that ``kernel`` is compiled for."""
         raise NotImplementedError
 
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+    def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
         """Its lines of the kernel's configuration."""
         return {}
 
-    def source(self, spec: KernelSpec) -> str:
+    def source(self, spec: SpecLike) -> str:
         """C++ between the include and the configuration of the source."""
         return ""
 
-    def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
+    def captured_arrays(self, spec: SpecLike) -> tuple[CapturedArray, ...]:
         """Its operands that reach a kernel in the table of arrays (``ArrayTable``)."""
         return ()
 
-    def params_fields(self, spec: KernelSpec) -> tuple[ParamsField, ...]:
+    def params_fields(self, spec: SpecLike) -> tuple[ParamsField, ...]:
         """The fields of the kernel's first parameter that it fills."""
         return ()
 
-    def tag(self, compiled: Compiled, kernel: Kernel) -> str:
+    def tag(self, compiled: Compiled, kernel: KernelTraits) -> str:
         """Its word in the kernel's name."""
         return ""
 
@@ -177,15 +264,15 @@ class Feature(Generic[Asked, Compiled]):
         """Its part of the sort key of kernels."""
         return ()
 
-    def family_reasons(self, problem: Problem) -> list[str]:
+    def family_reasons(self, problem: ProblemLike) -> list[str]:
         """Reasons why no kernel serves the problem."""
         return []
 
-    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+    def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
         """Reasons why a kernel does not serve the problem."""
         return []
 
-    def needs_registers(self, spec: KernelSpec) -> bool:
+    def needs_registers(self, spec: SpecLike) -> bool:
         """Whether a kernel with this modifier needs those registers."""
         return bool(spec[self])
 
@@ -208,7 +295,8 @@ class Feature(Generic[Asked, Compiled]):
 class Flag(Feature[bool, bool]):
     """A feature that is on or off, and changes the kernel with one constant.
 
-    ``asked_by`` determines whether a call asks for it.
+    ``asked_by`` determines whether a call asks for it. ``flag`` is its option on the command line,
+    by default its name.
     """
 
     off = False
@@ -220,6 +308,7 @@ class Flag(Feature[bool, bool]):
         *,
         constant: str,
         tag: str,
+        flag: str = "",
         asked_by: Any,
         modifies: Modified | None = None,
         positional: bool = False,
@@ -232,6 +321,7 @@ class Flag(Feature[bool, bool]):
     ):
         self.name, self.title, self.together = name, title, together
         self._constant, self._tag, self._asked_by = constant, tag, asked_by
+        self._flag = flag or name
         self.modifies, self.positional = modifies, positional
         self.operands, self.per_head, self.has_block_mask = operands, per_head, has_block_mask
         self.axes = ((name, values),) if values else ()
@@ -241,19 +331,19 @@ class Flag(Feature[bool, bool]):
     def check(self, asked: bool) -> None:
         expect_one_of(self.name, asked, (False, True))
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> bool:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> bool:
         return problem[self]
 
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+    def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
         return {self._constant: spec[self]}
 
-    def tag(self, compiled: bool, kernel: Kernel) -> str:
+    def tag(self, compiled: bool, kernel: KernelTraits) -> str:
         return self._tag if compiled else ""
 
     def sort_key(self, compiled: bool) -> tuple:
         return (compiled,)
 
-    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+    def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
         if spec[self] == self.compiled(problem, spec.kernel):
             return []
         return [f"it is compiled {'with' if spec[self] else 'without'} {self.title}"]
@@ -262,11 +352,11 @@ class Flag(Feature[bool, bool]):
         return self._asked_by(call)
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        flag = f"--{self.name.replace('_', '-')}"
+        flag = f"--{self._flag.replace('_', '-')}"
         parser.add_argument(flag, action="store_true", help=self.support[0].title)
 
     def from_flags(self, flags: argparse.Namespace) -> bool:
-        return getattr(flags, self.name)
+        return getattr(flags, self._flag)
 
 
 def at_least(least: int) -> Callable[[str], int]:

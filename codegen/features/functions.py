@@ -5,25 +5,30 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jax_memeff.codegen.functions import emit
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value
 from jax_memeff.codegen.functions.regions import adds_along_diagonals, diagonal_reads
 from jax_memeff.codegen.functions.sums import (
-    EXACT_BITS,
+    FIXED_POINT_BITS,
     MOST_STRIPS,
     Sum,
     read_sums,
 )
 
 from ..launch import MOST_ARRAYS, MOST_DIMS, CapturedArray
-from .feature import Constant, CppType, Feature, Operand, SupportRow
+from .feature import (
+    Constant,
+    CppType,
+    Feature,
+    KernelTraits,
+    Operand,
+    ProblemLike,
+    SpecLike,
+    SupportRow,
+)
 from .pages import PAGES
-
-if TYPE_CHECKING:
-    from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
 
 _ELEMENT_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2}
 _SCALAR_TYPES = ("float32", "int32", "uint32", "bool")
@@ -63,7 +68,7 @@ class AskedFunctions(NamedTuple):
     """The buffers after those of the mask's captured arrays: one number for each batch index."""
     gradients: tuple[int, ...] = ()
     """The captured arrays of the score function whose gradients the kernels sum."""
-    exact: bool = False
+    fixed_point: bool = False
     """Whether the kernels sum them in fixed point, so that the order does not matter."""
     strips: int = MOST_STRIPS
     """The largest number of sums that may pass through the shared memory of a kernel."""
@@ -125,108 +130,107 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         ),
     )
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> AskedFunctions | None:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> AskedFunctions | None:
         asked = problem[self]
         if asked is None or not asked.gradients:
             return asked
         return asked._replace(strips=kernel.strips_of_sums(problem.arch))
 
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        own = spec[self] or AskedFunctions(None, None)
+    def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
+        compiled = spec[self] or AskedFunctions(None, None)
         names = [array.name for array in spec.captured_arrays]
         found: dict[str, Constant | CppType] = {}
-        arrays = names.index("function_head_index") + 1 if own.programs else 0
+        arrays = names.index("function_head_index") + 1 if compiled.programs else 0
         literals = 0
         for name in ("score", "mask"):
-            title, program = name.capitalize(), own.programs.get(name)
+            title, program = name.capitalize(), compiled.programs.get(name)
             found[f"k{title}Function"] = program is not None
             if program is not None:
                 found[f"{title}Function"] = CppType(f"memeff::function::{title}Program")
                 found[f"k{title}Captured"], found[f"k{title}Literals"] = arrays, literals
                 arrays += len(program.arrays)
                 literals += program.literal_count
-        found["kFunctionGradient"] = bool(own.gradients)
-        if own.gradients:
-            found["kExactSums"] = own.exact
-            found["kExactSumBits"] = EXACT_BITS
+        found["kFunctionGradient"] = bool(compiled.gradients)
+        if compiled.gradients:
+            found["kFixedPointSums"] = compiled.fixed_point
+            found["kFixedPointBits"] = FIXED_POINT_BITS
             found["CapturedGradients"] = CppType("memeff::function::CapturedGradients")
         return found
 
-    def source(self, spec: KernelSpec) -> str:
-        own = spec[self]
-        if own is None:
+    def source(self, spec: SpecLike) -> str:
+        compiled = spec[self]
+        if compiled is None:
             return ""
         structs = (
             emit.source(program, f"{name.capitalize()}Program", precise=_is_precise(spec))
-            for name, program in own.programs.items()
+            for name, program in compiled.programs.items()
         )
-        return "\n".join([emit.INCLUDES, *structs, _gradients(spec, own)])
+        return "\n".join([emit.INCLUDES, *structs, _gradients(spec, compiled)])
 
-    def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
-        own = spec[self]
-        if own is None:
+    def captured_arrays(self, spec: SpecLike) -> tuple[CapturedArray, ...]:
+        compiled = spec[self]
+        if compiled is None:
             return ()
         return (
             CapturedArray("function_literals"),
             CapturedArray("function_batch_index"),
             CapturedArray("function_head_index"),
-            *_arrays("captured", () if own.score is None else own.score.arrays),
-            *_mask_arrays(own),
-            *((CapturedArray("captured_scale"),) if own.exact else ()),
-            *(_gradient(own, index) for index in own.gradients),
+            *_arrays("captured", () if compiled.score is None else compiled.score.arrays),
+            *_mask_arrays(compiled),
+            *((CapturedArray("captured_scale"),) if compiled.fixed_point else ()),
+            *(_gradient(compiled, index) for index in compiled.gradients),
         )
 
-    def tag(self, compiled: AskedFunctions | None, kernel: Kernel) -> str:
+    def tag(self, compiled: AskedFunctions | None, kernel: KernelTraits) -> str:
         return "" if compiled is None else f"function{_digest(compiled)}"
 
     def sort_key(self, compiled: AskedFunctions | None) -> tuple:
         return ("" if compiled is None else _digest(compiled),)
 
-    def separates_heads(self, problem: Problem) -> bool:
+    def separates_heads(self, problem: ProblemLike) -> bool:
         """A row of a block mask belongs to one head. Paged calls have no block mask."""
         return problem.asks(self) and not problem.asks(PAGES)
 
-    def is_linear(self, spec: KernelSpec) -> bool:
+    def is_linear(self, spec: SpecLike) -> bool:
         """Whether there is a score function that is linear in the difference of key and query."""
         score = (spec[self] or AskedFunctions(None, None)).score
         return score is not None and emit.is_linear(score, precise=_is_precise(spec))
 
-    def diagonal_reads(self, spec: KernelSpec) -> int:
+    def diagonal_reads(self, spec: SpecLike) -> int:
         """The number of reads of the score function that are constant along diagonals."""
         score = (spec[self] or AskedFunctions(None, None)).score
         return 0 if score is None else len(diagonal_reads(score))
 
-    def adds_along_diagonals(self, spec: KernelSpec) -> bool:
+    def adds_along_diagonals(self, spec: SpecLike) -> bool:
         """Whether the score function, if there is one, adds a number that is the same along a
         diagonal.
         """
         score = (spec[self] or AskedFunctions(None, None)).score
         return score is None or adds_along_diagonals(score)
 
-    def is_light(self, spec: KernelSpec) -> bool:
+    def is_light(self, spec: SpecLike) -> bool:
         """Whether the functions take few registers: a score function adds a number that is the same
         along a diagonal, gradients are summed along diagonals, and a mask function reads no array.
         """
-        own = spec[self] or AskedFunctions(None, None)
-        sums = set(own.read_sums) <= {Sum.NONE, Sum.DIAGONAL}
-        return (
-            self.adds_along_diagonals(spec) and sums and (own.mask is None or not own.mask.arrays)
-        )
+        compiled = spec[self] or AskedFunctions(None, None)
+        sums_along_diagonals = set(compiled.read_sums) <= {Sum.NONE, Sum.DIAGONAL}
+        reads_no_array = compiled.mask is None or not compiled.mask.arrays
+        return self.adds_along_diagonals(spec) and sums_along_diagonals and reads_no_array
 
-    def needs_registers(self, spec: KernelSpec) -> bool:
+    def needs_registers(self, spec: SpecLike) -> bool:
         """Whether the functions take registers in the main loop. A mask function takes none in a
         paged kernel that classifies whole tiles, because few tiles take the branch that evaluates
         it. A score function takes none if ``Kernel.adds_score_function``.
         """
-        own = spec[self] or AskedFunctions(None, None)
+        compiled = spec[self] or AskedFunctions(None, None)
         is_decided = spec.kernel.decides_mask_tiles and spec[PAGES].size > 0
-        modifies_scores = own.score is not None and not spec.kernel.adds_score_function(spec)
-        return modifies_scores or (own.mask is not None and not is_decided)
+        modifies_scores = compiled.score is not None and not spec.kernel.adds_score_function(spec)
+        return modifies_scores or (compiled.mask is not None and not is_decided)
 
     def needs_block_mask(self, compiled: AskedFunctions | None) -> bool:
         return compiled is not None and compiled.mask is not None
 
-    def family_reasons(self, problem: Problem) -> list[str]:
+    def family_reasons(self, problem: ProblemLike) -> list[str]:
         asked = problem[self]
         if asked is None:
             return []
@@ -248,7 +252,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         arrays = sum(len(program.arrays) for program in asked.programs.values())
         # The table of arrays also has literals, the indices of batch and heads, and the scale of
         # deterministic sums. Sinks and delta may follow.
-        room = MOST_ARRAYS - 5 - asked.exact
+        room = MOST_ARRAYS - 5 - asked.fixed_point
         if arrays + len(asked.gradients) > room:
             gradients = f", and {len(asked.gradients)} need gradients" if asked.gradients else ""
             reasons.append(
@@ -257,11 +261,11 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             )
         return reasons
 
-    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
-        own = spec[self]
-        if own != self.compiled(problem, spec.kernel):
+    def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
+        compiled = spec[self]
+        if compiled != self.compiled(problem, spec.kernel):
             return ["it is compiled with other functions"]
-        if own is not None and own.gradients and not spec.kernel.sums_function_gradients:
+        if compiled is not None and compiled.gradients and not spec.kernel.sums_function_gradients:
             return ["it does not sum gradients of captured arrays"]
         return []
 
@@ -281,7 +285,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
             )
 
 
-def _is_precise(spec: KernelSpec) -> bool:
+def _is_precise(spec: SpecLike) -> bool:
     """Hazard: approximate differences depend on the position of a row in its tile."""
     return spec.dtype in ("f32", "tf32") or spec[PAGES].is_invariant
 
@@ -292,8 +296,9 @@ def _arrays(role: str, types: Iterable[CapturedType]) -> Iterator[CapturedArray]
 
 
 def _gradient(functions: AskedFunctions, index: int) -> CapturedArray:
-    """The sums for a captured array: words of 64 bits if they are exact."""
-    return CapturedArray(f"captured{index}_gradient", 8 if functions.exact else 4, zeroed=True)
+    """The sums for a captured array: words of 64 bits if they are in fixed point."""
+    alignment = 8 if functions.fixed_point else 4
+    return CapturedArray(f"captured{index}_gradient", alignment, zeroed=True)
 
 
 def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:
@@ -303,7 +308,7 @@ def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:
         yield from (CapturedArray(name) for name in functions.bounds)
 
 
-def _gradients(spec: KernelSpec, functions: AskedFunctions) -> str:
+def _gradients(spec: SpecLike, functions: AskedFunctions) -> str:
     """A struct with the index of each captured array's gradient in the table of arrays, and with
     how the gradient of each read is summed."""
     if not functions.gradients or functions.score is None:

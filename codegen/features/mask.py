@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from .feature import (
     Constant,
     CppType,
     Feature,
     Flag,
+    KernelTraits,
     Operand,
+    ProblemLike,
+    SpecLike,
     SupportRow,
     at_least,
     expect_one_of,
 )
-
-if TYPE_CHECKING:
-    from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
 
 MaskKind = Literal["none", "causal", "window"]
 MASK_KINDS: tuple[MaskKind, ...] = ("none", "causal", "window")
@@ -49,19 +48,19 @@ class Mask(Feature[MaskKind, MaskKind]):
     def words(self, asked: MaskKind) -> str:
         return asked
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> MaskKind:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> MaskKind:
         return problem[self]
 
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+    def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
         return {"kMask": f"memeff::MaskKind::{spec[self]}"}
 
-    def tag(self, compiled: MaskKind, kernel: Kernel) -> str:
+    def tag(self, compiled: MaskKind, kernel: KernelTraits) -> str:
         return "" if compiled == "none" else compiled
 
     def sort_key(self, compiled: MaskKind) -> tuple:
         return (MASK_KINDS.index(compiled),)
 
-    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+    def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
         reasons = []
         if spec[self] != problem[self]:
             reasons.append(f"its mask is {spec[self]}, not {problem[self]}")
@@ -119,7 +118,7 @@ class Lengths(Feature[bool, None]):
     def check(self, asked: bool) -> None:
         expect_one_of(self.name, asked, (False, True))
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> None:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> None:
         return None
 
     def asked_by(self, call: Any) -> bool:

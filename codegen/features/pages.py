@@ -6,14 +6,20 @@ import argparse
 import itertools
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..launch import CapturedArray
-from .feature import Constant, CppType, Feature, Operand, SupportRow, expect_one_of
-
-if TYPE_CHECKING:
-    from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
+from .feature import (
+    Constant,
+    CppType,
+    Feature,
+    KernelTraits,
+    Operand,
+    ProblemLike,
+    SpecLike,
+    SupportRow,
+    expect_one_of,
+)
 
 PoolDtype = Literal["query", "f8e4m3"]
 PoolScale = Literal["none", "heads", "pages"]
@@ -112,12 +118,12 @@ class Pages(Feature[AskedPages, CompiledPages]):
     support = (
         SupportRow(
             "keys and values in pages (`paged_attention`)",
-            ({"varlen": True, "pages": AskedPages(16)},),
+            ({"packed": True, "pages": AskedPages(16)},),
         ),
         SupportRow(
             "pages of float8, queries of 16 bits",
             tuple(
-                {"varlen": True, "pages": AskedPages(16, "f8e4m3", False, False, *scales)}
+                {"packed": True, "pages": AskedPages(16, "f8e4m3", False, False, *scales)}
                 for scales in itertools.product(SCALES, repeat=2)
             ),
         ),
@@ -154,7 +160,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
             others += f", {name} scales of {scale}" * (scale != "none")
         return f"pages of {asked.size} keys{dtype}{others}"
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> CompiledPages:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> CompiledPages:
         asked = problem[self]
         return CompiledPages(
             asked.size,
@@ -165,7 +171,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
             asked.value_scale,
         )
 
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+    def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
         pages = spec[self]
         found: dict[str, Constant | CppType] = {
             "kPageSize": pages.size,
@@ -179,17 +185,17 @@ class Pages(Feature[AskedPages, CompiledPages]):
             found["kValueScale"] = f"memeff::PoolScale::{pages.value_scale}"
         return found
 
-    def source(self, spec: KernelSpec) -> str:
+    def source(self, spec: SpecLike) -> str:
         return f"static_assert(memeff::kPageStep == {MULTIPLE});\n" if spec[self].size else ""
 
-    def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
+    def captured_arrays(self, spec: SpecLike) -> tuple[CapturedArray, ...]:
         pages = spec[self]
         if not pages.size:
             return ()
         scales = (CapturedArray(f"{name}_scale") for name in pages.scales)
         return CapturedArray("page_table"), *scales
 
-    def tag(self, compiled: CompiledPages, kernel: Kernel) -> str:
+    def tag(self, compiled: CompiledPages, kernel: KernelTraits) -> str:
         if not compiled.size:
             return ""
         words = [f"pages{compiled.size}"]
@@ -201,7 +207,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
     def sort_key(self, compiled: CompiledPages) -> tuple:
         return compiled
 
-    def family_reasons(self, problem: Problem) -> list[str]:
+    def family_reasons(self, problem: ProblemLike) -> list[str]:
         asked, reasons = problem[self], []
         if asked.size and problem.direction != "forward":
             reasons.append("paged keys have no gradient: call varlen_attention")
@@ -209,7 +215,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
             reasons += _float8_reasons(problem)
         return reasons
 
-    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+    def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
         if spec[self] != self.compiled(problem, spec.kernel):
             return ["it is compiled for a different kind of pages"]
         if spec[self].size and not spec.kernel.reads_pages:
@@ -271,7 +277,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
 PAGES = Pages()
 
 
-def _float8_reasons(problem: Problem) -> list[str]:
+def _float8_reasons(problem: ProblemLike) -> list[str]:
     reasons = []
     if problem.dtype not in ("f16", "bf16"):
         reasons.append(
@@ -298,6 +304,6 @@ def _scale_of(scale: Any) -> PoolScale:
     return "heads" if scale.shape[1] == 1 else "pages"
 
 
-def key_box_rows(spec: KernelSpec) -> int:
+def key_box_rows(spec: SpecLike) -> int:
     """The rows of a TMA box of keys: the largest number that divides a tile and a page."""
     return math.gcd(spec.tile.key, spec[PAGES].size)

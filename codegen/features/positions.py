@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from .feature import Flag, Operand
-
-if TYPE_CHECKING:
-    from ..problem import Problem
-    from ..spec import Kernel
+from .feature import (
+    Flag,
+    KernelTraits,
+    Operand,
+    ProblemLike,
+)
 
 
 class Positions(Flag):
@@ -18,7 +17,7 @@ class Positions(Flag):
     costs a forward that draws random bits up to 4 % at head dim 64 (H200).
     """
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> bool:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> bool:
         return problem[self] and problem.is_positional
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from ..launch import CapturedArray
-from .feature import Constant, CppType, Flag
-
-if TYPE_CHECKING:
-    from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
+from .feature import (
+    Constant,
+    CppType,
+    Flag,
+    KernelTraits,
+    ProblemLike,
+    SpecLike,
+)
 
 
 class RowMaxima(Flag):
@@ -18,16 +20,16 @@ class RowMaxima(Flag):
     them.
     """
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> bool:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> bool:
         return problem[self] and problem.direction == "forward"
 
-    def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
+    def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
         return super().constants(spec) if spec.direction == "forward" else {}
 
-    def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
+    def captured_arrays(self, spec: SpecLike) -> tuple[CapturedArray, ...]:
         return (CapturedArray(self.name),) if spec[self] else ()
 
-    def reasons(self, spec: KernelSpec, problem: Problem) -> list[str]:
+    def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
         if spec[self] and spec.kernel.splits_keys:
             return ["it splits the keys of a row, and merges no maxima"]
         return super().reasons(spec, problem)
@@ -40,5 +42,5 @@ ROW_MAXIMA = RowMaxima(
     tag="rowmax",
     asked_by=lambda call: call.options.row_maxima and call.needs_grad is None,
     values=(False, True),
-    support="largest logits (`return_max_logits=True`)",
+    support="max logits (`return_max_logits=True`)",
 )

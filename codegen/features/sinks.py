@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..launch import CapturedArray
-from .feature import Flag, Operand
-
-if TYPE_CHECKING:
-    from ..problem import Problem
-    from ..spec import Kernel, KernelSpec
+from .feature import (
+    Flag,
+    KernelTraits,
+    Operand,
+    ProblemLike,
+    SpecLike,
+)
 
 
 class Sinks(Flag):
@@ -17,11 +17,11 @@ class Sinks(Flag):
     only has to write delta, from which XLA computes their gradient.
     """
 
-    def compiled(self, problem: Problem, kernel: Kernel) -> bool:
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> bool:
         needed = problem.direction == "backward" and "sinks" in problem.needs_grad
         return problem[self] and (problem.direction == "forward" or needed)
 
-    def captured_arrays(self, spec: KernelSpec) -> tuple[CapturedArray, ...]:
+    def captured_arrays(self, spec: SpecLike) -> tuple[CapturedArray, ...]:
         if not spec[self]:
             return ()
         if spec.direction == "forward":

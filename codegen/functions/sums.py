@@ -15,10 +15,10 @@ from jax_memeff.codegen.functions.regions import diagonal_reads
 MOST_STRIPS = 2
 """The largest number of reads whose sums pass through shared memory; each takes 11 to 23 KB."""
 
-EXACT_WORDS = 4
+FIXED_POINT_WORDS = 4
 """The 32-bit words of a fixed-point sum: two integers of 64 bits."""
 
-EXACT_BITS = 35
+FIXED_POINT_BITS = 35
 """One unit of the second integer is 2**35 units of the first."""
 
 

@@ -97,7 +97,7 @@ def _tokens(row: ArrayArgument, dims: str) -> ArrayArgument:
     )
 
 
-VARLEN = Layout(
+PACKED = Layout(
     (
         _tokens(_QUERY, "total_q N H"),
         _tokens(_KEY, "total_k K H"),

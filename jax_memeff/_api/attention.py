@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from jax_memeff._api.arguments import PaddedArguments, in_full, latent_dim, with_defaults
 from jax_memeff._api.arrays import PADDED, QKV_PACKED, checked
-from jax_memeff._api.call import AttentionCall, of_arguments, padded
+from jax_memeff._api.call import AttentionCall, canonical, padded
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import Operands, QkvPackedOperands
 from jax_memeff._call.values import flag, takes_objects
@@ -219,7 +219,7 @@ def prepare(
     if (dim := latent_dim(value_dim, value is not None, sizes["H"], names)) is not None:
         arrays["value"] = arrays["key"][..., :dim]
     scores_shape = (sizes["B"], sizes["N"], sizes["T"], sizes["S"])
-    common = of_arguments(arrays["query"].dtype, sizes["H"], scores_shape, bias, mask, named)
+    common = canonical(arrays["query"].dtype, sizes["H"], scores_shape, bias, mask, named)
     mask = padded(common, scores_shape, named, batched)
     return AttentionCall(Operands(**arrays, mask=mask, **common.arrays), common.options, batched)
 
@@ -302,7 +302,7 @@ def dot_product_attention_packed(
     """
     with_residual = flag("return_residual", return_residual)
     with_max_logits = flag("return_max_logits", return_max_logits)
-    call = prepare_packed(
+    call = prepare_qkv(
         qkv,
         bias,
         mask,
@@ -311,7 +311,7 @@ def dot_product_attention_packed(
     return call.run(with_residual, with_max_logits)
 
 
-def prepare_packed(
+def prepare_qkv(
     qkv: Any,
     bias: Any,
     mask: Any,
@@ -326,7 +326,7 @@ def prepare_packed(
     arrays, sizes, batched = checked(QKV_PACKED, qkv=qkv)
     qkv = arrays["qkv"]
     scores_shape = (sizes["B"], sizes["N"], sizes["T"], sizes["T"])
-    common = of_arguments(qkv.dtype, sizes["H"], scores_shape, bias, mask, named)
+    common = canonical(qkv.dtype, sizes["H"], scores_shape, bias, mask, named)
     mask = padded(common, scores_shape, named, batched)
     operands = QkvPackedOperands(qkv, mask=mask, **common.arrays)
     return AttentionCall(operands, common.options, batched)

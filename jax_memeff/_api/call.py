@@ -26,7 +26,7 @@ from jax_memeff._call import dropout, functions, scaling
 from jax_memeff._call.mask import Mask, checks
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.offsets import checked as offsets_of_call
-from jax_memeff._call.operands import Operands, QkvPackedOperands, is_varlen
+from jax_memeff._call.operands import Operands, QkvPackedOperands, is_packed
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import sequence_of_tokens
 from jax_memeff._call.values import flag
@@ -82,7 +82,7 @@ def max_logits(row_maxima: jax.Array, operands: Any) -> jax.Array:
         [B, N] or [N]; [B, N] for packed sequences.
     """
     row_maxima = lax.stop_gradient(row_maxima)
-    if not is_varlen(operands):
+    if not is_packed(operands):
         return jnp.max(row_maxima, -2, initial=-jnp.inf)
     # Tokens that belong to no sequence have -inf, so they may be assigned to any sequence.
     sequence = sequence_of_tokens(operands.sequences.query_starts, row_maxima.shape[0])
@@ -106,7 +106,7 @@ class Common(NamedTuple):
     """The other operands that every function takes, by their names in ``Operands``."""
 
 
-def of_arguments(
+def canonical(
     query_dtype: Any,
     head_dim: int,
     scores_shape: tuple[int, int, int, int],
@@ -130,7 +130,7 @@ def of_arguments(
         ValueError, TypeError: as ``dot_product_attention`` says.
     """
     batch, heads = scores_shape[:2]
-    scaled, score_function, captured = scaling.of_call(arguments, head_dim, query_dtype)
+    scaled, score_function, captured = scaling.canonical(arguments, head_dim, query_dtype)
     combined = checked_mask(mask, scores_shape, tokens)
     if flag(
         "is_causal",
@@ -144,7 +144,7 @@ def of_arguments(
         combined &= Mask.window(*window)
 
     offsets = offsets_of_call(arguments["offsets"], batch, heads)
-    threshold, state = dropout.of_call(arguments, batch, heads, offsets)
+    threshold, state = dropout.canonical(arguments, batch, heads, offsets)
     options = Options(
         scaled,
         score_function=score_function,
@@ -214,7 +214,7 @@ def checked_mask(
     require_no_text_or_function(value)
     if not isinstance(value, Mask):
         return Mask.boolean(checks.boolean(value, scores_shape))
-    return checks.of_mask(value, scores_shape, tokens)
+    return checks.checked(value, scores_shape, tokens)
 
 
 def require_no_text_or_function(value: Any) -> None:

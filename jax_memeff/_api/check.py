@@ -63,13 +63,13 @@ def check(
     ...
     ValueError: key_value_seq_lengths must be in [0, 4], got 5 at index 0
     """
-    is_varlen, is_paged = "cu_seqlens_q" in arguments, "page_table" in arguments
+    is_packed, is_paged = "cu_seqlens_q" in arguments, "page_table" in arguments
     if is_paged:
         call = inspect.signature(paged_api.paged_attention).bind(
             query, key, value, mask=mask, **_without_bias(bias, arguments)
         )
     else:
-        function = varlen.varlen_attention if is_varlen else api.dot_product_attention
+        function = varlen.varlen_attention if is_packed else api.dot_product_attention
         own = inspect.signature(function)
         call = own.bind(query, key, value, bias=bias, mask=mask, **arguments)
     call.apply_defaults()
@@ -98,7 +98,7 @@ def check(
         _sinks(named["sinks"])
         return
 
-    prepare: Any = varlen.prepare if is_varlen else api.prepare
+    prepare: Any = varlen.prepare if is_packed else api.prepare
     canonical = prepare(**named)
     operands: Operands = canonical.operands
     _sinks(named["sinks"])

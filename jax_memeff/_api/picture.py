@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jax_memeff._api import attention as api
 from jax_memeff._blockwise.functions import is_masked
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.mask.pictures import Picture, elements, of_canonical
+from jax_memeff._call.mask.pictures import Picture, elements, picture_of_canonical
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
@@ -102,7 +102,7 @@ def picture(
         tile, title = (spec.tile.query, spec.tile.key), spec.name
     offsets = arguments.get("offsets")
     offsets = Offsets() if offsets is None else offsets
-    drawn = of_canonical(
+    drawn = picture_of_canonical(
         dataclasses.replace(
             operands.mask, captured=tuple(x[0] for x in operands.mask.captured)
         ).without_block_masks(),

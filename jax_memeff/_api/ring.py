@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jax_memeff import _compat as compat
 from jax_memeff._api.arguments import PaddedArguments, choice, in_full, with_defaults
 from jax_memeff._api.arrays import RING, checked
-from jax_memeff._api.call import checked_mask, max_logits, of_arguments, padded_lengths, results
+from jax_memeff._api.call import canonical, checked_mask, max_logits, padded_lengths, results
 from jax_memeff._blockwise.functions import is_masked
 from jax_memeff._call import functions, sinks
 from jax_memeff._call.mask import Mask
@@ -191,7 +191,7 @@ def ring_attention(
     _no_positions(axis_name, named["offsets"])
     is_array = mask is not None and not isinstance(mask, Mask)
     dtype, array = projections["query"].dtype, mask if is_array else None
-    options, combined, arrays = of_arguments(dtype, sizes["H"], scores_shape, bias, array, named)
+    options, combined, arrays = canonical(dtype, sizes["H"], scores_shape, bias, array, named)
     if not by_heads:
         _chunks_suit(axis_name, layout, rows, columns, options)
     _no_local_arrays(mask)

@@ -12,8 +12,8 @@ from jax import export
 from jax.typing import ArrayLike
 
 from jax_memeff._api.arguments import CommonArguments, in_full, max_seqlen, with_defaults
-from jax_memeff._api.arrays import VARLEN, checked
-from jax_memeff._api.call import AttentionCall, of_arguments
+from jax_memeff._api.arrays import PACKED, checked
+from jax_memeff._api.call import AttentionCall, canonical
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.operands import Operands
@@ -178,7 +178,7 @@ def prepare(
     """
     named = with_defaults(CommonArguments, arguments)
     arrays, sizes, _ = checked(
-        VARLEN,
+        PACKED,
         query=query,
         key=key,
         value=value,
@@ -196,7 +196,7 @@ def prepare(
     if isinstance(mask, Mask):
         mask = mask.without_block_masks()
     tokens = (total_q, total_k)
-    options, combined, others = of_arguments(
+    options, combined, others = canonical(
         query.dtype, sizes["H"], scores_shape, bias, mask, named, tokens
     )
     query_starts, query_lengths = starts_and_lengths(jnp.asarray(cu_seqlens_q), longest_q, total_q)

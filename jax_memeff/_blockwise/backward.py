@@ -31,7 +31,7 @@ from jax_memeff._blockwise.tiles import (
     write_block,
 )
 from jax_memeff._call.divisors import gradient_shape, summed
-from jax_memeff._call.functions import needs_exact_delta
+from jax_memeff._call.functions import needs_delta_from_scores
 from jax_memeff._call.gradients import Gradients, NeedsGrad
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.tiles import slice_tile
@@ -135,9 +135,9 @@ def _backward_loops(
 ) -> _Sums:
     rows, cols, dtype = problem.rows, problem.cols, problem.accumulator
     needed = tuple(x is not None for x in sums.captured)
-    has_exact_delta = needs_exact_delta(problem.operands, problem.options, needed)
+    has_delta_from_scores = needs_delta_from_scores(problem.operands, problem.options, needed)
     dout, lse, row_term = _row_arrays(
-        problem, row_is_live, None if has_exact_delta else out, lse, dout, dlse
+        problem, row_is_live, None if has_delta_from_scores else out, lse, dout, dlse
     )
     needs_scores_grad = bool(jax.tree.leaves(sums._replace(value=None)))
     captured = {i: problem.captured[i] for i, x in enumerate(sums.captured) if x is not None}
@@ -169,7 +169,7 @@ def _backward_loops(
 
             return when(problem.may_attend(row, col), update, row_term)
 
-        if has_exact_delta:
+        if has_delta_from_scores:
             row_term_tile = lax.fori_loop(0, cols.count, add_to_row_term, row_term_tile)
 
         def key_block(index: jax.Array, sums: _Sums) -> _Sums:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff._blockwise import varlen as blockwise_varlen
+from jax_memeff._blockwise import packed as blockwise_packed
 from jax_memeff._blockwise.backward import live_rows, rows_within_lengths
 from jax_memeff._blockwise.tiles import Blocks, Problem, dot, grouped, select, ungrouped, when
 from jax_memeff._call import sinks
@@ -120,7 +120,7 @@ def _sums_of(
         elif call.sequences is None:
             total, weighted = _row_sums(call, options, fixed)
         else:
-            total, weighted = _row_sums_varlen(call, options, fixed)
+            total, weighted = _row_sums_packed(call, options, fixed)
         if call.sinks is not None:
             # A sink of 1e9 or inf has a derivative, although the keys beside it have none.
             total = total + sinks.probabilities(call, options, lse)
@@ -218,15 +218,15 @@ def _joined(x: jax.Array, blocks: Blocks, axis: int) -> jax.Array:
     return jnp.concatenate([merged, last], axis)
 
 
-def _row_sums_varlen(operands: Operands, options: Options, lse: jax.Array) -> Sums:
+def _row_sums_packed(operands: Operands, options: Options, lse: jax.Array) -> Sums:
     """Like :func:`_row_sums`, for packed sequences, which are processed one after the other."""
     bias = operands.bias
     per_sequence = None if bias is None or bias.shape[0] == 1 else bias[:, None]
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def sequence_sums(index: jax.Array, own_bias: jax.Array | None):
-        rows, columns = blockwise_varlen.tokens_of(operands, index)
-        one = blockwise_varlen.sequence_of(
+        rows, columns = blockwise_packed.tokens_of(operands, index)
+        one = blockwise_packed.sequence_of(
             operands._replace(bias=None), options, index, rows, columns
         )
         whole = bias if own_bias is None else own_bias

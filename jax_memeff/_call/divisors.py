@@ -20,7 +20,7 @@ from jax_memeff._call.operands import (
     Operands,
     QkvPackedOperands,
     batch_of,
-    is_varlen,
+    is_packed,
     items,
     mapped,
 )
@@ -52,7 +52,7 @@ def broadcastable(x: jax.Array, divisor: int, batch: int) -> jax.Array:
 
 def _has_own_divisor(name: str, operands: Any) -> bool:
     operand = differentiable(operands)[name]
-    return operand.may_lack_batch(is_varlen(operands))
+    return operand.may_lack_batch(is_packed(operands))
 
 
 def may_sum_gradient(name: str, operands: Any) -> bool:
@@ -104,8 +104,8 @@ def summed(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def with_divisors(operands: Any) -> list[Item]:
     """The arrays of a call that may have fewer batch indices than the batch."""
-    varlen = is_varlen(operands)
-    return [item for item in items(operands) if item.operand.may_lack_batch(varlen)]
+    packed = is_packed(operands)
+    return [item for item in items(operands) if item.operand.may_lack_batch(packed)]
 
 
 def changed(operands: Any, divisors: Divisors, change: Callable[[int, int], int]) -> Divisors:
@@ -153,10 +153,10 @@ def whole(operands: AnyOperands, options: Options) -> AnyOperands:
 
     An operand is copied for every batch index that reads it.
     """
-    batch, varlen = batch_of(operands), is_varlen(operands)
+    batch, packed = batch_of(operands), is_packed(operands)
 
     def one(item: Item) -> jax.Array:
-        if not item.operand.may_lack_batch(varlen):
+        if not item.operand.may_lack_batch(packed):
             return item.array
         expand = broadcastable if item.operand.dims[0] == "batch|1" else expanded
         return expand(item.array, options.divisors[item.name], batch)

@@ -43,7 +43,7 @@ _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 Words = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-def of_call(
+def canonical(
     arguments: Mapping[str, Any], batch: int, num_heads: int, offsets: Offsets | None
 ) -> tuple[int, DropoutState | None]:
     """The threshold and the state of a call; the state is None if nothing is dropped.

@@ -48,7 +48,7 @@ def state(batch: int, heads: int, offsets: Offsets | None = None) -> FunctionSta
     return FunctionState(indices(offsets.batch, batch), indices(offsets.head, heads))
 
 
-def needs_exact_delta(operands: Any, options: Options, needed: Sequence[bool]) -> bool:
+def needs_delta_from_scores(operands: Any, options: Options, needed: Sequence[bool]) -> bool:
     """Whether a backward must take delta from the scores, because the output has too few digits.
 
     Args:

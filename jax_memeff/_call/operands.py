@@ -117,7 +117,7 @@ class QkvPackedOperands(NamedTuple):
 AnyOperands = Operands | QkvPackedOperands
 
 
-def is_varlen(operands: Any) -> bool:
+def is_packed(operands: Any) -> bool:
     """Whether the sequences are packed."""
     return getattr(operands, "sequences", None) is not None
 
@@ -148,7 +148,7 @@ class OperandRow:
     :data:`NO_BUFFER` marks an operand that is not passed to it."""
     dims: tuple[str, ...]
     """The names of its dims. ``batch|1`` may have size 1; the operand is then broadcast."""
-    varlen_dims: tuple[str, ...]
+    packed_dims: tuple[str, ...]
     """The names with packed sequences: tokens, and sequences as the batch."""
     has_gradient: bool = False
     has_divisor: bool = False
@@ -157,13 +157,13 @@ class OperandRow:
     placement: Placement = "internal"
     """The accepted shardings of the user's array; internal arrays are made by the call itself."""
 
-    def named_dims(self, is_varlen: bool) -> tuple[str, ...]:
+    def named_dims(self, is_packed: bool) -> tuple[str, ...]:
         """The names of its dims in a call; ``...`` stands for any number of dims."""
-        return self.varlen_dims if is_varlen else self.dims
+        return self.packed_dims if is_packed else self.dims
 
-    def may_lack_batch(self, is_varlen: bool) -> bool:
+    def may_lack_batch(self, is_packed: bool) -> bool:
         """Whether it has a divisor in this call; tokens have none."""
-        return self.has_divisor and self.named_dims(is_varlen)[0] != "one"
+        return self.has_divisor and self.named_dims(is_packed)[0] != "one"
 
 
 _DIM_NAMES = {
@@ -184,15 +184,15 @@ def _rows_of(operand: features.Operand) -> Iterator[OperandRow]:
     """One row for each path of an operand in the code generator's table."""
     dims = _dims(operand.array_dims or operand.dims.replace("~", ""))
     if operand.packed_dims is None:
-        varlen_dims = tuple(dim.replace("batch", "sequences") for dim in dims)
+        packed_dims = tuple(dim.replace("batch", "sequences") for dim in dims)
     else:
-        varlen_dims = _dims(operand.packed_dims)
+        packed_dims = _dims(operand.packed_dims)
     for path in operand.places or (operand.role,):
         yield OperandRow(
             path,
             operand.role,
             dims,
-            varlen_dims,
+            packed_dims,
             operand.has_gradient,
             operand.broadcast_by_vmap,
             operand.placement,

@@ -72,13 +72,13 @@ class Scaling:
         # The program may be the cap alone, which the argument has in full precision.
         return self if self.soft_cap is not None else dataclasses.replace(self, soft_cap=cap)
 
-    def of_kernels(self, has_function: bool) -> tuple[float, float, float, float]:
+    def kernel_factors(self, has_function: bool) -> tuple[float, float, float, float]:
         """The fields of ``ScoreScale`` (ffi/include/memeff/params.h).
 
         Args:
             has_function: whether the call has a score function.
 
-        >>> Scaling(0.5, soft_cap=2.0).of_kernels(has_function=False)[0]
+        >>> Scaling(0.5, soft_cap=2.0).kernel_factors(has_function=False)[0]
         0.25
         """
         scale, cap, log2e = self.scale, self.soft_cap, math.log2(math.e)
@@ -93,7 +93,7 @@ class Scaling:
         return prescale, softmax_scale, scale, log2e / softmax_scale
 
 
-def of_call(
+def canonical(
     arguments: Mapping[str, Any], head_dim: int, dtype: Any
 ) -> tuple[Scaling, Program | None, tuple[jax.Array, ...]]:
     """The static scaling of a call, the program of its scores, and the arrays that it reads.

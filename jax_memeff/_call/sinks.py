@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_memeff._call import divisors
-from jax_memeff._call.operands import batch_of, is_varlen
+from jax_memeff._call.operands import batch_of, is_packed
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import sequence_of_tokens
 from jax_memeff._call.values import score_dtype
@@ -40,10 +40,10 @@ def delta(out: jax.Array, dout: jax.Array, dlse: jax.Array | None) -> jax.Array:
     return found if dlse is None else found - dlse.astype(accumulator)
 
 
-def of_rows(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | bool]:
+def of_each_row(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | bool]:
     """The sink of each row, which broadcasts to [B, T, N], and whether the row is valid."""
     own = operands.sinks
-    if not is_varlen(operands):
+    if not is_packed(operands):
         sinks = divisors.broadcastable(own, options.divisors["sinks"], batch_of(operands))
         lengths = operands.mask.query_lengths
         if lengths is None:
@@ -63,7 +63,7 @@ def of_rows(operands: Any, options: Options) -> tuple[jax.Array, jax.Array | boo
 
 def probabilities(operands: Any, options: Options, lse: jax.Array) -> jax.Array:
     """exp(sink - lse), [B, T, N]: the probability of each row's sink; 1 if both are inf."""
-    sinks, _ = of_rows(operands, options)
+    sinks, _ = of_each_row(operands, options)
     # Rows beyond the lengths have a logsumexp of -inf.
     is_empty = lse == -jnp.inf
     return jnp.where(is_empty, 0, jnp.exp(_distance(sinks, jnp.where(is_empty, 0, lse))))
@@ -87,7 +87,7 @@ def gradient(operands: Any, options: Options, lse: jax.Array, delta: jax.Array) 
     own = probabilities(operands, options, lse)
     # Rows beyond the lengths are dropped, whatever delta holds there.
     terms = jnp.where(own == 0, 0, -own * delta)
-    if not is_varlen(operands) or shape[0] == 1:
+    if not is_packed(operands) or shape[0] == 1:
         per_batch_index = jnp.sum(terms, 1)
     else:
         starts = operands.sequences.query_starts

@@ -98,7 +98,7 @@ def of_program(
         if equation.primitive.name == "attention_tangent":
             found = [lowering.kernels(avals, **equation.params, archs=archs) or {}]
         else:
-            found = selection.of_call(avals, **equation.params, archs=archs)
+            found = selection.kernels_of_primitive(avals, **equation.params, archs=archs)
         for specs in found:
             yield from ((spec, arch) for arch, spec in specs.items())
 

@@ -53,7 +53,7 @@ def separate(avals: Operands | QkvPackedOperands) -> Operands:
     return avals
 
 
-def of_operands(
+def operand_buffers(
     ctx: mlir.LoweringRuleContext,
     avals: Any,
     values: Any,
@@ -111,7 +111,7 @@ def _conjunction(avals: Any, options: Options) -> Callable[..., jax.Array]:
     return conjunction
 
 
-def of_block_masks(
+def block_mask_buffers(
     ctx: mlir.LoweringRuleContext,
     avals: Operands,
     operands: Any,
@@ -122,7 +122,7 @@ def of_block_masks(
     maps = {block_mask for spec in specs.values() for block_mask in spec.block_masks}
 
     def parts(x: Any) -> tuple[Any, ...]:
-        # Operands of packed projections have no sequences.
+        # The operands of a QKV call have no sequences.
         return x.mask, x.functions, x.position, getattr(x, "sequences", None)
 
     arrays, structure = jax.tree.flatten(parts(avals))
@@ -145,7 +145,9 @@ def of_block_masks(
     return [buffer(tile) for tile in sorted(maps)]
 
 
-def of_workspaces(avals: Operands, options: Options, specs: dict[str, KernelSpec]) -> list[Buffer]:
+def workspace_buffers(
+    avals: Operands, options: Options, specs: dict[str, KernelSpec]
+) -> list[Buffer]:
     """The memory that kernels need besides operands and results (ffi/include/memeff/params.h).
 
     It is fixed before the device is known, and large enough for the kernel of every architecture.

@@ -56,7 +56,7 @@ _SPLITS = ("", "each", "some")
 """``Grid::Splits`` of ffi/src/kernels.h: ``codegen.launch.Grid.splits``."""
 
 
-def of_call(
+def attributes(
     direction: Direction,
     operands: Sequence[Buffer],
     results: Sequence[Buffer],
@@ -83,15 +83,17 @@ def of_call(
     numbers = [word for own in features.FEATURES for word in own.number_values(call)]
     attributes = {
         "direction": direction,
-        **of_buffers(operands, results, _divisors(avals, options)),
+        **buffer_attributes(operands, results, _divisors(avals, options)),
         "sizes": _in_32_bits(sizes),
-        **of_scores(avals, options),
+        **score_attributes(avals, options),
     }
     names = names_of([*operands, *results])
     return sealed(
         attributes,
         {
-            arch: of_kernel(spec, arch, compiler.compile(spec, arch).image, names, sizes, numbers)
+            arch: kernel_attributes(
+                spec, arch, compiler.compile(spec, arch).image, names, sizes, numbers
+            )
             for arch, spec in specs.items()
         },
     )
@@ -133,7 +135,7 @@ def names_of(buffers: Iterable[Buffer]) -> list[str]:
     return [name for buffer in buffers for name in buffer.name.split("+")]
 
 
-def of_buffers(
+def buffer_attributes(
     operands: Sequence[Buffer], results: Sequence[Buffer], divisors: Mapping[str, int]
 ) -> dict[str, Any]:
     """The names of the arrays, where they are, and the types of the buffers.
@@ -141,7 +143,7 @@ def of_buffers(
     >>> from jax.core import ShapedArray
     >>> packed = Buffer("query+key", ShapedArray((2, 9, 2, 4, 64), "bfloat16"))
     >>> out = Buffer("out", ShapedArray((2, 9, 4, 64), "bfloat16"))
-    >>> found = of_buffers([packed], [out], {"key": 5})
+    >>> found = buffer_attributes([packed], [out], {"key": 5})
     >>> found["operands"], found["results"]
     ('query,key', 'out')
     >>> found["arrays"].reshape(-1, 4).tolist()  # buffer, slot, slots, divisor
@@ -170,7 +172,7 @@ def _types(buffers: Iterable[Buffer]) -> np.ndarray:
     return np.array(types, np.int64)
 
 
-def of_scores(avals: Operands, options: Options) -> dict[str, Any]:
+def score_attributes(avals: Operands, options: Options) -> dict[str, Any]:
     """``ScoreScale``, the windows of ``MaskParams``, and the alignment of the bias's rows."""
 
     def bound(limit: int | None) -> int:
@@ -182,7 +184,7 @@ def of_scores(avals: Operands, options: Options) -> dict[str, Any]:
         for window in (avals.mask.top_left, avals.mask.bottom_right)
         for limit in ((None, None) if window is None else (window.left, window.right))
     ]
-    scale = options.scaling.of_kernels(has_function=options.score_function is not None)
+    scale = options.scaling.kernel_factors(has_function=options.score_function is not None)
     return {
         "scale": np.array(scale, np.float32),
         "windows": np.array(windows, np.int32),
@@ -190,7 +192,7 @@ def of_scores(avals: Operands, options: Options) -> dict[str, Any]:
     }
 
 
-def of_kernel(
+def kernel_attributes(
     spec: KernelSpec,
     arch: str,
     image: bytes,
@@ -306,7 +308,7 @@ def custom_call(
     """
     register_targets()
     count = len(results)
-    results = [*results, *buffers.of_workspaces(avals, options, specs)]
+    results = [*results, *buffers.workspace_buffers(avals, options, specs)]
     lower = jax.ffi.ffi_lowering(
         f"jax_memeff_{direction}",
         operand_layouts=buffers.layouts(operands),
@@ -320,5 +322,5 @@ def custom_call(
     return lower(
         context,
         *(buffer.value for buffer in operands),
-        **of_call(direction, operands, results, avals, options, specs),
+        **attributes(direction, operands, results, avals, options, specs),
     )[:count]

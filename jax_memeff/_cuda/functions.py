@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_memeff._blockwise import backward, varlen
+from jax_memeff._blockwise import backward, packed
 from jax_memeff._call.gradients import NeedsGrad
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import Operands, QkvPackedOperands
@@ -52,8 +52,8 @@ def asked(
         return None
     score, mask = (None if x is None else x.structure for x in (found.score, found.mask))
     gradients = gradients_in_kernels(operands, options, needs_grad)
-    exact = bool(gradients) and options.deterministic_backward
-    return AskedFunctions(score, mask, found.bounds, gradients, exact)
+    fixed_point = bool(gradients) and options.deterministic_backward
+    return AskedFunctions(score, mask, found.bounds, gradients, fixed_point)
 
 
 def gradients_in_kernels(
@@ -109,7 +109,7 @@ def captured_gradients(
     operands, *results = jax.tree.unflatten(tree, leaves)
     if isinstance(operands, QkvPackedOperands):
         operands = operands.separate()
-    path = backward.backward if operands.sequences is None else varlen.backward
+    path = backward.backward if operands.sequences is None else packed.backward
     out, lse, dout, dlse = results
     found = path(operands, options, out, lse, dout, dlse, needs_grad)
     return [x for x in found.captured if x is not None]
@@ -171,7 +171,7 @@ _ALWAYS = Program((Value("constant", "bool", (), (("value", True),)),), (0,), ()
 
 
 def _with_traced_windows(
-    base: Program | None, mask: Mask, scores_shape: tuple[int, int, int, int], is_varlen: bool
+    base: Program | None, mask: Mask, scores_shape: tuple[int, int, int, int], is_packed: bool
 ) -> tuple[Program | None, tuple[str, ...]]:
     """The conjunction of ``base`` and the traced windows of a mask, and the buffers of the arrays
     that it adds to those of ``base``.
@@ -180,7 +180,7 @@ def _with_traced_windows(
         base: the mask's function, with the values of its literals; None means true.
         mask: that of the call.
         scores_shape: (B, N, T, S).
-        is_varlen: whether sequences are packed; they have lengths.
+        is_packed: whether sequences are packed; they have lengths.
     """
     if not mask.traced_windows:
         return base, ()
@@ -193,7 +193,7 @@ def _with_traced_windows(
         if window.alignment == "bottom_right":
             lengths = (
                 builder.read(name)
-                if is_varlen or getattr(mask, name) is not None
+                if is_packed or getattr(mask, name) is not None
                 else builder.literal(size)
                 for name, size in (
                     ("key_lengths", scores_shape[3]),

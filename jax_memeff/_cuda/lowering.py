@@ -20,7 +20,7 @@ from jax_memeff._blockwise import derivatives as blockwise
 from jax_memeff._call import sinks
 from jax_memeff._call.gradients import NeedsGrad, gradients_needed, named_arrays, needs_grad_of
 from jax_memeff._call.options import Options
-from jax_memeff._cuda import buffers, exact_sums, functions, paged_calls, selection
+from jax_memeff._cuda import buffers, fixed_point_sums, functions, paged_calls, selection
 from jax_memeff._cuda.buffers import ROW_STATISTICS, Buffer
 from jax_memeff._cuda.custom_call import custom_call
 from jax_memeff.codegen.spec import KernelSpec
@@ -56,9 +56,9 @@ def _lower_forward(
         filled: the results of an earlier call, which this one updates in place; none by default.
     """
     avals = buffers.separate(types)
-    specs = selection.of_types(avals, options, needs_grad=None)
-    inputs = buffers.of_operands(ctx, types, operands, options, replaced)
-    inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
+    specs = selection.kernels(avals, options, needs_grad=None)
+    inputs = buffers.operand_buffers(ctx, types, operands, options, replaced)
+    inputs += buffers.block_mask_buffers(ctx, avals, operands, options.divisors, specs)
     names = ("out", "logsumexp", "row_maxima")
     layouts = (None, ROW_STATISTICS, ROW_STATISTICS)
     results = [
@@ -132,9 +132,9 @@ def _lower_kernels(
     types, *residual_avals = jax.tree.unflatten(tree, ctx.avals_in)
     operands, *residuals = jax.tree.unflatten(tree, leaves)
     avals = buffers.separate(types)
-    specs = selection.of_types(avals, options, needs_grad=needs_grad)
-    inputs = buffers.of_operands(ctx, types, operands, options)
-    inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
+    specs = selection.kernels(avals, options, needs_grad=needs_grad)
+    inputs = buffers.operand_buffers(ctx, types, operands, options)
+    inputs += buffers.block_mask_buffers(ctx, avals, operands, options.divisors, specs)
     named = zip(
         ("out", "logsumexp", "out_gradient", "logsumexp_gradient"),
         residual_avals,
@@ -145,7 +145,7 @@ def _lower_kernels(
     gradients = _gradient_buffers(types, needs_grad, ctx.avals_out, residual_avals[1], options)
     scale = None
     if options.deterministic_backward and any(needs_grad.captured):
-        of_leaves = functools.partial(exact_sums.scale, tree=tree, options=options)
+        of_leaves = functools.partial(fixed_point_sums.scale, tree=tree, options=options)
         scale = buffers.computed(ctx, "captured_scale", of_leaves, ctx.avals_in, leaves)
         inputs.append(scale)
     results = custom_call(
@@ -175,7 +175,9 @@ def _lower_kernels(
             done = buffers.computed(ctx, "sinks_gradient", sinks_gradient, avals_in, values)
             finished.append(done.value)
         elif buffer.name.startswith("captured") and scale is not None:
-            rounded = functools.partial(exact_sums.rounded, shape=aval.shape, dtype=aval.dtype)
+            rounded = functools.partial(
+                fixed_point_sums.rounded, shape=aval.shape, dtype=aval.dtype
+            )
             avals_of_sums, sums = [buffer.aval, scale.aval], [result, scale.value]
             done = buffers.computed(ctx, buffer.name, rounded, avals_of_sums, sums)
             finished.append(done.value)
@@ -203,7 +205,7 @@ def _gradient_buffers(
             # Summed in float32 or in fixed point, and rounded once.
             sums = ShapedArray(aval.shape, jnp.float32)
             if options.deterministic_backward:
-                sums = ShapedArray(exact_sums.sums_shape(aval.shape), jnp.int32)
+                sums = ShapedArray(fixed_point_sums.sums_shape(aval.shape), jnp.int32)
             found.append(Buffer(f"{name.replace('.', '')}_gradient", sums))
         else:
             found.append(Buffer(f"{name}_gradient", aval))
@@ -223,8 +225,8 @@ def lower_tangent(ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, option
     types, out_aval, lse_aval, tangent_types = jax.tree.unflatten(tree, ctx.avals_in)
     operands, out, lse, tangents = jax.tree.unflatten(tree, leaves)
     avals = buffers.separate(types)
-    inputs = buffers.of_operands(ctx, types, operands, options)
-    inputs += buffers.of_block_masks(ctx, avals, operands, options.divisors, specs)
+    inputs = buffers.operand_buffers(ctx, types, operands, options)
+    inputs += buffers.block_mask_buffers(ctx, avals, operands, options.divisors, specs)
     inputs += [
         Buffer("out", out_aval, out),
         Buffer("logsumexp", lse_aval, lse, ROW_STATISTICS),
@@ -249,7 +251,7 @@ def kernels(
     operands, _, _, tangents = jax.tree.unflatten(tree, avals)
     needs_grad = needs_grad_of(operands, named_arrays(tangents))
     try:
-        return selection.of_types(
+        return selection.kernels(
             buffers.separate(operands), options, needs_grad, archs, is_tangent=True
         )
     except UnsupportedError:

@@ -16,7 +16,7 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.scaling import Scaling
 from jax_memeff._cuda.functions import in_kernel_types
 from jax_memeff._functions.trace import traced_mask_function, traced_score_function
-from jax_memeff.codegen.features import DETERMINISTIC, EXACT_DELTA, FUNCTIONS, SINKS, SOFT_CAP
+from jax_memeff.codegen.features import DELTA_FROM_SCORES, DETERMINISTIC, FUNCTIONS, SINKS, SOFT_CAP
 from jax_memeff.codegen.features.delta import AskedDelta
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.problem import DTYPE_BYTES, Dtype
@@ -68,9 +68,9 @@ def added(
     if mask is not None:
         program, _ = _traced("--mask-function", mask, traced_mask_function)
         mask_program = in_kernel_types(program).structure
-    exact = bool(summed) and found[DETERMINISTIC.name]
-    asked = AskedFunctions(score_program, mask_program, gradients=summed, exact=exact)
-    return found | {FUNCTIONS.name: asked, EXACT_DELTA.name: delta}
+    fixed_point = bool(summed) and found[DETERMINISTIC.name]
+    asked = AskedFunctions(score_program, mask_program, gradients=summed, fixed_point=fixed_point)
+    return found | {FUNCTIONS.name: asked, DELTA_FROM_SCORES.name: delta}
 
 
 def mask(text: str) -> Mask:

@@ -7,10 +7,10 @@ import math
 
 from jax_memeff._call import divisors
 from jax_memeff._call.divisors import gradient_shape
-from jax_memeff._call.functions import needs_exact_delta
+from jax_memeff._call.functions import needs_delta_from_scores
 from jax_memeff._call.gradients import NeedsGrad, array_of, differentiable
 from jax_memeff._call.mask import Window
-from jax_memeff._call.operands import Operands, is_varlen
+from jax_memeff._call.operands import Operands, is_packed
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import functions
 from jax_memeff.codegen.features import FEATURES
@@ -60,13 +60,13 @@ class KernelCall:
         return functions.asked(self.operands, self.options, needs_grad)
 
     @property
-    def exact_delta(self) -> AskedDelta | None:
+    def delta_from_scores(self) -> AskedDelta | None:
         """Present if the kernels sum gradients for which a rounded output has too few digits."""
         if self.is_tangent or self.needs_grad is None:
             return None
         needed = self.needs_grad.captured
         own = functions.gradients_in_kernels(self.operands, self.options, self.needs_grad)
-        if not own or not needs_exact_delta(self.operands, self.options, needed):
+        if not own or not needs_delta_from_scores(self.operands, self.options, needed):
             return None
         return AskedDelta(has_sinks=self.operands.sinks is not None)
 
@@ -155,7 +155,7 @@ def sizes_of(avals: Operands, divisors: Divisors) -> Sizes:
     batch, heads, queries, keys = avals.scores_shape
     _, query_tokens, _, head_dim = avals.query.shape
     _, key_tokens, key_heads, _ = avals.key.shape
-    has_tokens = is_varlen(avals)
+    has_tokens = is_packed(avals)
     bias_gradient = (1, 1)
     if avals.bias is not None:
         bias_gradient = gradient_shape("bias", avals.bias.shape, avals, divisors)[:2]

@@ -24,7 +24,7 @@ from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.errors import UnsupportedError
 
 
-def of_types(
+def kernels(
     avals: Operands,
     options: Options,
     needs_grad: NeedsGrad | None,
@@ -47,7 +47,7 @@ def of_types(
     return {arch: on_architecture(call, arch) for arch in archs or _architectures()}
 
 
-def of_call(
+def kernels_of_primitive(
     avals: Sequence[Any],
     *,
     tree: Any,
@@ -66,7 +66,7 @@ def of_call(
     operands = jax.tree.unflatten(tree, avals)
     types = buffers.separate(operands if needs_grad is None else operands[0])
     parts = paged_calls.parts_of(types)
-    return [of_types(part.types, options, needs_grad, archs) for part in parts]
+    return [kernels(part.types, options, needs_grad, archs) for part in parts]
 
 
 def digest(
@@ -77,7 +77,7 @@ def digest(
     Raises:
         UnsupportedError, CompileError: as the lowering would.
     """
-    return digest_of(of_call(avals, tree=tree, options=options, needs_grad=needs_grad))
+    return digest_of(kernels_of_primitive(avals, tree=tree, options=options, needs_grad=needs_grad))
 
 
 def digest_of(specs: Sequence[Mapping[str, KernelSpec]]) -> bytes:

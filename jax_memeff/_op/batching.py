@@ -43,7 +43,7 @@ from jax_memeff._call.operands import (
     Item,
     Operands,
     QkvPackedOperands,
-    is_varlen,
+    is_packed,
     items,
     mapped,
     pages_of,
@@ -177,7 +177,7 @@ def _folded(
     is_forward = isinstance(arguments, (Operands, QkvPackedOperands))
     operands, *rest = (arguments,) if is_forward else arguments
     size = next(x.array.shape[0] for x in given if x.mapped)
-    varlen = is_varlen(operands)
+    packed = is_packed(operands)
     # Calls with an empty batch have nothing to join, and divisors of it would be 0.
     if size == 0 or _batch_of(operands) == 0:
         raise _UnfoldableError
@@ -185,12 +185,12 @@ def _folded(
 
     folded = mapped(lambda item: _folded_array(fold, item, operands, options.divisors), operands)
     options = _folded_options(fold, operands, options, is_forward=is_forward)
-    rows = fold.tokens if varlen else fold.repeated
+    rows = fold.tokens if packed else fold.repeated
 
     others = [x and _folded_result(fold, x, operands, rows) for x in rest]
     leaves, folded_tree = jax.tree.flatten(folded if is_forward else (folded, *others))
     results = primitive.bind(*leaves, tree=folded_tree, options=options, **params)
-    have_tokens = [varlen] * len(results)
+    have_tokens = [packed] * len(results)
     if "needs_grad" in params:
         names = gradients_needed(operands, params["needs_grad"])
         have_tokens = [_has_tokens(name, operands) for name in names]
@@ -201,7 +201,7 @@ def _folded(
 
 def _has_tokens(name: str, operands: Any) -> bool:
     """Whether the first two dims of an operand, and of its gradient, are [1, tokens]."""
-    return differentiable(operands)[name].named_dims(is_varlen(operands))[0] == "one"
+    return differentiable(operands)[name].named_dims(is_packed(operands))[0] == "one"
 
 
 def _folded_result(fold: _Fold, x: Any, operands: Any, rows: Callable[[_Array], jax.Array]) -> Any:
@@ -226,9 +226,9 @@ def _batch_of(operands: Any) -> int:
 def _folded_array(fold: _Fold, item: Item, operands: Any, divisors: Divisors) -> jax.Array:
     """One operand of the folded call."""
     array: _Array = item.array
-    varlen = is_varlen(operands)
-    dims = item.operand.named_dims(varlen)
-    if item.operand.may_lack_batch(varlen):
+    packed = is_packed(operands)
+    dims = item.operand.named_dims(packed)
+    if item.operand.may_lack_batch(packed):
         return fold.kept(array, divisors[item.name])[0]
     if pages_of(operands) is not None and item.name in _POOL:
         return _folded_pool(fold, item, operands)
@@ -278,10 +278,10 @@ def _folded_pool(fold: _Fold, item: Item, operands: Any) -> jax.Array:
 
 
 def _folded_options(fold: _Fold, operands: Any, options: Options, *, is_forward: bool) -> Options:
-    divisors, varlen = options.divisors, is_varlen(operands)
+    divisors, packed = options.divisors, is_packed(operands)
     own, sums = {}, {}
     for item in items(operands):
-        if not item.operand.may_lack_batch(varlen):
+        if not item.operand.may_lack_batch(packed):
             continue
         own[item.name] = fold.kept(item.array, divisors[item.name])[1]
         if item.operand.has_gradient and may_sum_gradient(item.name, operands):

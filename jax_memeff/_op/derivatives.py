@@ -19,8 +19,8 @@ from jax.interpreters import ad
 
 from jax_memeff import _compat as compat
 from jax_memeff._blockwise import derivatives as blockwise_derivatives
+from jax_memeff._blockwise.packed import longest
 from jax_memeff._blockwise.tiles import has_probabilities
-from jax_memeff._blockwise.varlen import longest
 from jax_memeff._call import divisors, sinks
 from jax_memeff._call.gradients import (
     AnyGradients,

@@ -29,7 +29,7 @@ from jax.interpreters import batching, mlir
 from jax_memeff import _compat as compat
 from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise import forward as blockwise
-from jax_memeff._blockwise import varlen as blockwise_varlen
+from jax_memeff._blockwise import packed as blockwise_packed
 from jax_memeff._call import divisors, sinks
 from jax_memeff._call.gradients import (
     AnyGradients,
@@ -131,12 +131,12 @@ def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Seque
     operands = jax.tree.unflatten(tree, leaves)
     if isinstance(operands, QkvPackedOperands):
         operands = operands.separate()
-    path = blockwise if operands.sequences is None else blockwise_varlen
+    path = blockwise if operands.sequences is None else blockwise_packed
     if operands.sinks is None:
         return path.forward(operands, options)
     accumulator = score_dtype(operands.query.dtype)
     out, lse, *row_maxima = path.forward(operands, options, accumulator)
-    out, lse = sinks.joined(out, lse, *sinks.of_rows(operands, options))
+    out, lse = sinks.joined(out, lse, *sinks.of_each_row(operands, options))
     return out.astype(operands.query.dtype), lse, *row_maxima
 
 
@@ -145,7 +145,7 @@ def _blockwise_backward(
 ) -> Sequence[jax.Array]:
     given, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
     operands = given.separate() if isinstance(given, QkvPackedOperands) else given
-    path = blockwise if operands.sequences is None else blockwise_varlen
+    path = blockwise if operands.sequences is None else blockwise_packed
     in_tiles = needs_grad._replace(sinks=False)
     gradients = path.backward(operands, options, out, lse, dout, dlse, in_tiles)
     if needs_grad.sinks and operands.sinks is not None:

@@ -18,7 +18,7 @@ from jax_memeff._call.operands import (
     OperandRow,
     QkvPackedOperands,
     batch_of,
-    is_varlen,
+    is_packed,
     items,
     mapped,
     pages_of,
@@ -48,7 +48,7 @@ def dims(operands: Any) -> Any:
 
 def named_dims(operand: OperandRow, shape: tuple[int, ...], operands: Any) -> str:
     """The names of the dims of an operand with this shape."""
-    names = operand.named_dims(is_varlen(operands)) if shape else ()
+    names = operand.named_dims(is_packed(operands)) if shape else ()
     if names[-1:] == ("...",):
         # The dims of an array that the user's function reads: every device needs all of them.
         names = (*names[:-1], *["captured"] * (len(shape) - len(names) + 1))
@@ -69,7 +69,7 @@ def even_tokens(operands: Any) -> int | None:
     is_even = batch > 1 and all(
         item.array.shape[0] in (1, batch)
         for item in items(operands)
-        if item.array.shape and item.operand.varlen_dims[0].startswith("sequences")
+        if item.array.shape and item.operand.packed_dims[0].startswith("sequences")
     )
     return pages.tokens_each if is_even else None
 
@@ -92,7 +92,7 @@ def _named(dim: str, size: int) -> str:
 
 def result_dims(operands: Any) -> tuple[str, str]:
     """The names of the dims of out and lse."""
-    if is_varlen(operands):
+    if is_packed(operands):
         return (
             _shardable("one query_tokens heads value_dim", operands),
             _shardable("one query_tokens heads", operands),

@@ -169,7 +169,10 @@ def test_steps_and_their_calls(modules):
 
 def test_launches_are_padded_to_the_residency_of_another_gpu(modules, monkeypatch):
     residency = modules("measuring.residency")
-    for module, name in ((residency.custom_call, "of_kernel"), (residency.compiler, "compile")):
+    for module, name in (
+        (residency.custom_call, "kernel_attributes"),
+        (residency.compiler, "compile"),
+    ):
         monkeypatch.setattr(module, name, getattr(module, name))  # restored after the test
     monkeypatch.setattr(residency, "_capability", lambda: (9, 0))
     problem = Problem("backward", "bf16", 64, 64, "compute_86", {"bias": AskedBias("16")})
@@ -180,8 +183,8 @@ def test_launches_are_padded_to_the_residency_of_another_gpu(modules, monkeypatc
         names = [box.name for box in (*spec.block_masks, *spec.captured_arrays)]
         names += [field.value for field in spec.params_fields]
         sizes = Sizes(batch=1, queries=64, keys=64, heads=1, key_heads=1)
-        of_kernel = residency.custom_call.of_kernel
-        found = of_kernel(spec, "compute_86", b"", names, sizes, (0,) * len(NUMBERS))
+        attributes = residency.custom_call.kernel_attributes
+        found = attributes(spec, "compute_86", b"", names, sizes, (0,) * len(NUMBERS))
         names = found["entry_names"].split(",")
         return tuple(found["entries"].reshape(-1, 8)[names.index(entry.name), :2])
 

@@ -27,7 +27,7 @@ def kernels(case):
     """The kernels of a call, forward and backward."""
     operands, _, _ = passed(case, *case.arrays(None))
     return [
-        selection.of_types(operands, case.options, needs_grad)
+        selection.kernels(operands, case.options, needs_grad)
         for needs_grad in (None, case.needs_grad)
     ]
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jax_memeff.codegen.features import BIAS, VARLEN
+from jax_memeff.codegen.features import BIAS, PACKED
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes, ceil_div
 
@@ -26,12 +26,12 @@ def problem(
 
 
 SIZES = Sizes(batch=3, queries=1000, keys=700, heads=10, key_heads=5)
-PACKED = dataclasses.replace(SIZES, query_tokens=1900, key_tokens=1100)
+PACKED_SIZES = dataclasses.replace(SIZES, query_tokens=1900, key_tokens=1100)
 
 
 def ctas(spec):
     """The grids of a kernel's entry points for ``SIZES``, packed if it is for packed sequences."""
-    return [entry.grid.ctas(PACKED if spec[VARLEN] else SIZES) for entry in spec.entry_points]
+    return [entry.grid.ctas(PACKED_SIZES if spec[PACKED] else SIZES) for entry in spec.entry_points]
 
 
 def row_tiles(tile, packed=False):

@@ -37,7 +37,7 @@ struct Config {
   static constexpr int kColumnWarps = 1;
   static constexpr int kAlignment = 16;
   static constexpr auto kMask = memeff::MaskKind::causal;
-  static constexpr bool kVarlen = false;
+  static constexpr bool kPacked = false;
   static constexpr int kPageSize = 0;
   static constexpr bool kFloat8Pages = false;
   static constexpr int kSegmentKeys = 0;

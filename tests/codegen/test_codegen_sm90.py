@@ -35,14 +35,14 @@ def test_few_work_tiles_use_consumer_groups_on_hopper():
     # Head dims without such a tile split their keys, unless sequences are packed.
     wider = {"head_dim": 256, "value_dim": 256, "arch": "sm_90a"}
     assert select.select(problem(**wider), few).kernel.splits_keys
-    assert select.select(problem(**wider, varlen=True), few).family == "sm90"
+    assert select.select(problem(**wider, packed=True), few).family == "sm90"
 
 
 @pytest.mark.parametrize(
     ("arch", "head_dim"), [("sm_80", 64), ("sm_90a", 64), ("sm_90a", 256), ("sm_90a", 320)]
 )
 def test_grids_have_the_tiles_that_tokens_of_packed_sequences_fill(arch, head_dim):
-    packed: dict[str, Any] = {"arch": arch, "head_dim": head_dim, "varlen": True}
+    packed: dict[str, Any] = {"arch": arch, "head_dim": head_dim, "packed": True}
     needs_grad = ("query", "key", "value", "bias")
     for bias, counts_tokens in (
         (None, True),
@@ -140,8 +140,8 @@ GROUPED = {
 )
 def test_ctas_that_order_additions_divide_more_groups(sizes, splits):
     found = Sizes(**{**GROUPED, **sizes})
-    assert backward.q_splits("causal", found, 132, ordered=True) == splits
-    assert backward.q_splits("none", found, 132, ordered=True) == 1
+    assert backward.q_splits("causal", found, 132, deterministic=True) == splits
+    assert backward.q_splits("none", found, 132, deterministic=True) == 1
     assert 2 * splits <= max(2, found.group)
 
 
@@ -186,7 +186,7 @@ def test_few_causal_kv_blocks_with_many_q_blocks_get_two_ctas_for_each_sm(
     few = Sizes(batch=1, queries=length, keys=length, heads=heads, key_heads=heads)
     assert backward.q_splits("causal", few, 132) == causal
     assert backward.q_splits("none", few, 132) == full
-    assert backward.q_splits("causal", few, 132, ordered=True) == 1
+    assert backward.q_splits("causal", few, 132, deterministic=True) == 1
 
 
 def test_hopper_kernels_come_first_and_give_reasons():
@@ -286,7 +286,7 @@ def test_hopper_copies_a_bias_with_aligned_rows_by_tma(bias, changes, tma):
         (128, {"segments": True, "boolean": True, "dropout": True}, "sm90"),
         (128, {"segments": True, "soft_cap": True, "dropout": True}, "sm80"),
         (128, {"boolean": True, "soft_cap": True}, "sm80"),
-        (192, {"segments": True, "boolean": True, "varlen": True}, "sm90"),
+        (192, {"segments": True, "boolean": True, "packed": True}, "sm90"),
         (192, {"boolean": True, "soft_cap": True, "dropout": True}, "sm90"),
         (256, {"segments": True, "boolean": True, "dropout": True}, "sm90"),
         (256, {"segments": True, "mask": "causal", "soft_cap": True}, "sm90"),

@@ -4,7 +4,7 @@ import pytest
 from problems import ctas, key_tiles, problem, row_tiles
 
 from jax_memeff.codegen import emit, select
-from jax_memeff.codegen.features import VARLEN, AskedBias
+from jax_memeff.codegen.features import PACKED, AskedBias
 from jax_memeff.codegen.kernels.sm90.forward import Tile
 from jax_memeff.codegen.kernels.sm90.large_dim_backward import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.sizes import Sizes
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
         (64, {}, (128, 128, 2)),
         (64, {"bias": AskedBias("32")}, (128, 64, 2)),
         (80, {"mask": "causal"}, (128, 64, 2)),
-        (128, {"mask": "window", "segments": True, "boolean": True, "varlen": True}, (128, 64, 2)),
+        (128, {"mask": "window", "segments": True, "boolean": True, "packed": True}, (128, 64, 2)),
         (128, {"bias": AskedBias("32"), "dropout": True, "soft_cap": True}, (128, 64, 1)),
         (128, {"bias": AskedBias("32", "columns")}, (128, 64, 2)),
     ],
@@ -33,7 +33,7 @@ def test_float32_forwards_are_split_into_float16_parts_on_hopper(head_dim, featu
     assert (halve.name, main.name) == (f"{spec.name}_split", spec.name)
     query, key, _ = tile
     operands = row_tiles(64) + 2 * (key // 64) * key_tiles(key)
-    assert ctas(spec) == [operands, row_tiles(query, packed=spec[VARLEN])]
+    assert ctas(spec) == [operands, row_tiles(query, packed=spec[PACKED])]
     assert (halve.grid.most_per_sm, main.grid.most_per_sm) == (0, 1)
     source = emit.source(spec)
     assert "using Element = memeff::F16x3;" in source
@@ -65,7 +65,7 @@ def test_other_float32_calls_are_not_split_into_float16_parts(features):
         {},
         {"head_dim": 96, "mask": "causal"},
         {"head_dim": 128, "value_dim": 40, "mask": "window", "soft_cap": True},
-        {"varlen": True, "dropout": True},
+        {"packed": True, "dropout": True},
         {"segments": True, "boolean": True},
         {"head_dim": 66},
         {"head_dim": 129},
@@ -117,7 +117,7 @@ def test_a_3xfp16_backward_owns_its_gradients(needs_grad, owners):
     features = {"deterministic": True, "mask": "causal"}
     asked = problem("backward", "f32", 128, arch="sm_90a", needs_grad=needs_grad, **features)
     spec = select.select(asked)
-    assert spec.kernel.stem == "sm90/f16x3_backward" and not spec.orders_queries
+    assert spec.kernel.stem == "sm90/f16x3_backward" and not spec.deterministic_dq
     names = [entry.name.removeprefix(f"{spec.name}_") for entry in spec.entry_points]
     assert names == ["split", "preprocess", *owners]
 
@@ -136,12 +136,12 @@ def test_a_3xfp16_kernel_says_that_it_supports_no_broadcast_batch():
     [
         ((264, 264), {}, (320, 384)),
         ((320, 8), {"mask": "window", "soft_cap": True}, (320, 384)),
-        ((384, 384), {"varlen": True}, (384, 384)),
+        ((384, 384), {"packed": True}, (384, 384)),
         ((512, 512), {"segments": True, "boolean": True, "row_maxima": True}, (512, 512)),
         ((64, 512), {"sinks": True, "broadcast_batch": True}, (448, 512)),
         ((576, 512), {"mask": "causal", "positions": True}, (576, 512)),
         ((320, 520), {"soft_cap": True}, (768, 768)),
-        ((584, 768), {"varlen": True}, (768, 768)),
+        ((584, 768), {"packed": True}, (768, 768)),
         ((1024, 8), {"mask": "window", "segments": True}, (1024, 1024)),
     ],
     ids=str,
@@ -154,7 +154,7 @@ def test_large_head_dims_on_hopper(dims, features, padded):
     (main,) = spec.entry_points
     # Above 576 columns two CTAs divide them.
     assert main.cluster == (2 if max(padded) > 576 else 1)
-    assert ctas(spec) == [main.cluster * row_tiles(64, packed=spec[VARLEN])]
+    assert ctas(spec) == [main.cluster * row_tiles(64, packed=spec[PACKED])]
     # No kernel splits the keys of large head dims, so calls with few rows take the same one.
     assert select.select_all(asked) == [spec]
 
@@ -184,7 +184,7 @@ def test_other_large_head_dims_are_computed_in_column_chunks(direction, features
     [
         ((264, 264), {}, (320, 320)),
         ((320, 8), {"mask": "window", "soft_cap": True}, (320, 320)),
-        ((384, 328), {"varlen": True, "mask": "causal"}, (384, 384)),
+        ((384, 328), {"packed": True, "mask": "causal"}, (384, 384)),
         ((512, 512), {"segments": True, "boolean": True}, (512, 512)),
         ((64, 512), {"sinks": True, "broadcast_batch": True}, (512, 512)),
         ((576, 512), {"mask": "causal", "positions": True, "soft_cap": True}, (576, 512)),
@@ -201,7 +201,7 @@ def test_hopper_backward_of_large_head_dims_has_clusters(dims, features, padded)
     kernel = spec.kernel
     assert isinstance(kernel, FmhaBwdLargeDimSm90)
     _, dq, dkdv = spec.entry_points
-    packed = spec[VARLEN]
+    packed = spec[PACKED]
     assert ctas(spec)[1:] == [3 * row_tiles(128, packed), 2 * key_tiles(64, packed)]
     assert (dq.cluster, dkdv.cluster) == (3, 2)
     scores, out = (dim // 64 for dim in padded)

@@ -62,12 +62,12 @@ def test_few_query_rows_split_the_keys():
         ({"boolean": True}, False),
         ({"dropout": True}, False),
         ({"functions": _FUNCTION}, False),
-        ({"functions": _FUNCTION, "varlen": True, "pages": AskedPages(64)}, True),
+        ({"functions": _FUNCTION, "packed": True, "pages": AskedPages(64)}, True),
     ],
 )
 def test_heads_of_a_group_share_a_tile(features, packs):
     asked = problem(**features)
-    assert select.select(asked, Strategy(query_rows="16")).pack_heads == packs
+    assert select.select(asked, Strategy(query_rows="16")).pack_gqa == packs
     four, sixteen = (
         Sizes(batch=64, queries=4, keys=4096, heads=32, key_heads=heads) for heads in (8, 2)
     )
@@ -153,8 +153,8 @@ def test_row_counts_of_split_kernels():
     # A GPU with fewer multiprocessors is full with fewer tiles.
     assert rows(1, 1024, 8, 1, multiprocessors=58) is None
     # Packed sequences do not split their keys.
-    assert rows(4, 128, 8, 1, 32768, varlen=True, **hopper) == "consumer_groups"
-    assert rows(4, 128, 8, 1, varlen=True) is None
+    assert rows(4, 128, 8, 1, 32768, packed=True, **hopper) == "consumer_groups"
+    assert rows(4, 128, 8, 1, packed=True) is None
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_float32_names_how_it_is_multiplied():
 )
 @pytest.mark.parametrize("direction", REQUIRED_DIRECTIONS)
 @pytest.mark.parametrize(
-    "features", [{}, {"varlen": True}, {"bias": AskedBias("16")}, {"bias": AskedBias("32")}]
+    "features", [{}, {"packed": True}, {"bias": AskedBias("16")}, {"bias": AskedBias("32")}]
 )
 def test_large_dim_kernels_support_packed_sequences_and_biases(arch, dtype, direction, features):
     if dtype != "f16" and "bias" in features:
@@ -323,14 +323,14 @@ def test_tiles_that_queries_fill():
     # Plain calls with 48 columns have only tiles of 192 rows.
     assert [rows(197, head_dim, bias=AskedBias("16")) for head_dim in (24, 40, 56)] == [256] * 3
     assert [rows(197, head_dim) for head_dim in (24, 40, 56)] == [256, 192, 256]
-    others = ("varlen", "positions", "broadcast_batch", "sinks")
+    others = ("packed", "positions", "broadcast_batch", "sinks")
     for head_dim in (32, 64):
         assert {rows(197, head_dim, **{name: True}) for name in others} == {192}
 
 
 def test_batch_invariant_steps_over_long_keys_divide_segments():
     pages = AskedPages(64, is_invariant=True)
-    asked = problem(arch="sm_90a", varlen=True, pages=pages)
+    asked = problem(arch="sm_90a", packed=True, pages=pages)
 
     def rows(batch, queries, keys):
         sizes = Sizes(batch=batch, queries=queries, keys=keys, heads=32, key_heads=8)

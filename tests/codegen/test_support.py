@@ -39,7 +39,7 @@ def test_a_feature_makes_kernels_of_its_own_and_says_why_others_do_not_fit(featu
         {"segments": True, "boolean": True, "soft_cap": True, "dropout": True},
         {"bias": AskedBias("32", "common")},
         {"bias": AskedBias("16", "rows", 2)},
-        {"varlen": True, "mask": "causal"},
+        {"packed": True, "mask": "causal"},
         {"head_dim": 20, "value_dim": 200},
         {"head_dim": 7, "value_dim": 7},
         {"head_dim": 320},

@@ -52,7 +52,7 @@ class Run:
         directions = (None, self.case.needs_grad) if self.gradients else (None,)
         with pytest.MonkeyPatch.context() as patch, self.strategy():
             patch.setenv("JAX_MEMEFF_ARCHS", self.arch)
-            found = [selection.of_types(operands, self.case.options, needs) for needs in directions]
+            found = [selection.kernels(operands, self.case.options, needs) for needs in directions]
         return [spec for specs in found for spec in specs.values()]
 
 

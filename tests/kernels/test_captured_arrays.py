@@ -75,10 +75,10 @@ def toy_spec() -> Any:
 def toy_attributes(code: bytes, operands: list[Buffer], results: list[Buffer]) -> dict[str, Any]:
     sizes = Sizes(batch=B, queries=T, keys=T, heads=N, key_heads=N, head_dim=H, value_dim=H)
     names = custom_call.names_of([*operands, *results])
-    kernel = custom_call.of_kernel(toy_spec(), "sm_80", code, names, sizes, ())
+    kernel = custom_call.kernel_attributes(toy_spec(), "sm_80", code, names, sizes, ())
     found = {
         "direction": "forward",
-        **custom_call.of_buffers(operands, results, {"sinks": DIVISOR}),
+        **custom_call.buffer_attributes(operands, results, {"sinks": DIVISOR}),
         "sizes": np.array([B, T, T, N, N, H, H, 0, 0], np.int32),
         "scale": np.ones(4, np.float32),
         "windows": np.full(4, custom_call.UNBOUNDED, np.int32),

@@ -69,7 +69,7 @@ def test_deterministic_kernels_differ_only_if_they_add(changes, ordered, bias_gr
     source = emit.source(spec)
     assert f"kDeterministic = {str(ordered).lower()};" in source
     waits = ordered and "query" in changes.get("needs_grad", GRADIENTS)
-    assert f"kOrdersQueries = {str(waits).lower()};" in source
+    assert f"kDeterministicDq = {str(waits).lower()};" in source
     assert ("FmhaBackwardDbias<Config>" in source) == (bias_gradient == "dbias_kernel")
 
 
@@ -77,7 +77,7 @@ def test_deterministic_kernels_differ_only_if_they_add(changes, ordered, bias_gr
     ("changes", "ordered"),
     [
         ({}, True),
-        ({"features": {"mask": "causal", "varlen": True, "dropout": True}}, True),
+        ({"features": {"mask": "causal", "packed": True, "dropout": True}}, True),
         ({"head_dim": 64, "value_dim": 64, "features": {"mask": "window"}}, True),
         ({"needs_grad": ("key", "value")}, False),
         ({"head_dim": 192}, False),
@@ -92,8 +92,8 @@ def test_hopper_kernels_order_gradients_without_an_owner(changes, ordered):
     assert spec.family == "sm90"
     changed = {**dict(plain.features), "deterministic": ordered}
     assert spec == dataclasses.replace(plain, features=tuple(changed.items()))
-    assert spec.orders_queries == ordered
-    assert f"kOrdersQueries = {str(ordered).lower()};" in emit.source(spec)
+    assert spec.deterministic_dq == ordered
+    assert f"kDeterministicDq = {str(ordered).lower()};" in emit.source(spec)
 
 
 @pytest.mark.quick

@@ -47,8 +47,8 @@ def kernels(made: TangentCase) -> list[KernelSpec]:
     operands, _ = made.passed(None)
     archs = (gpu.WGMMA_ARCH,)
     found = [
-        selection.of_types(operands, made.case.options, None, archs),
-        selection.of_types(operands, made.case.options, made.needs_grad, archs, is_tangent=True),
+        selection.kernels(operands, made.case.options, None, archs),
+        selection.kernels(operands, made.case.options, made.needs_grad, archs, is_tangent=True),
     ]
     return [spec for specs in found for spec in specs.values()]
 

@@ -178,7 +178,7 @@ def test_decoding_splits_the_keys_on_cuda(monkeypatch, fake_compiler, rows):
     x = jax.ShapeDtypeStruct((4, rows, 512), jnp.bfloat16)
     text = jax.jit(step).trace(state, x).lower(lowering_platforms=("cuda",)).as_text()
     ((spec, _),) = fake_compiler
-    assert spec.kernel.splits_keys and spec.pack_heads
+    assert spec.kernel.splits_keys and spec.pack_gqa
     assert spec[MASK] == ("none" if rows == 1 else "causal")
     assert "key_lengths" in text and "partial_out" in text and "4x8192x2x64xbf16" in text
 

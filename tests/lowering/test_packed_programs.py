@@ -22,7 +22,7 @@ from cuda_programs import (
 
 import jax_memeff
 from jax_memeff import Mask, Offsets, UnsupportedError
-from jax_memeff.codegen.features import VARLEN
+from jax_memeff.codegen.features import PACKED
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -104,7 +104,7 @@ def test_packed_sequences_are_not_padded(fake_compiler):
         forward
     )
     assert "sizes = dense<[7, 300, 300, 4, 2, 64, 64, 1000, 900]> : tensor<9xi32>" in forward
-    assert [spec[VARLEN] for spec, _ in fake_compiler] == [True, True]
+    assert [spec[PACKED] for spec, _ in fake_compiler] == [True, True]
     for line in text.splitlines():
         copies = ("slice", "concatenate", "pad", "gather", "scatter", "select", "transpose")
         if any(f"stablehlo.{name}" in line for name in copies):

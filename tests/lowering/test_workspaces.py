@@ -32,7 +32,7 @@ def test_partial_results_of_few_queries(fake_compiler):
     text = lower(loss, *shapes(B=16, T=1, S=8192, N=32, K=8))
     assert 'results = "out,logsumexp,partial_logsumexp,partial_out"' in text
     assert "tensor<4x512xf32>" in text and "tensor<4x512x64xf32>" in text
-    assert all(spec.pack_heads for spec, _ in fake_compiler)
+    assert all(spec.pack_gqa for spec, _ in fake_compiler)
     (entries,) = re.findall(r"entries = dense<\[([^]]*)\]>", text)
     main, combine = np.array(entries.split(", "), int).reshape(-1, 8)[:, 2:4].tolist()
     assert main == [16 * 8, 1]  # CTAs of each split
@@ -47,7 +47,7 @@ def test_partial_results_of_few_queries(fake_compiler):
 def test_enough_queries_need_no_partial_results(fake_compiler):
     text = lower(loss, *shapes(B=8, T=2048, S=2048, N=8, K=8))
     assert "partial" not in text
-    assert not any(spec.pack_heads for spec, _ in fake_compiler)
+    assert not any(spec.pack_gqa for spec, _ in fake_compiler)
 
 
 @pytest.mark.parametrize(

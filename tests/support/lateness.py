@@ -110,12 +110,10 @@ def kernels(case: Case) -> list[KernelSpec]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)
         for needs_grad in (None, case.needs_grad) if has_backward(case) else (None,):
-            found += selection.of_types(operands, case.options, needs_grad).values()
+            found += selection.kernels(operands, case.options, needs_grad).values()
         if has_tangents(case):
             needs_grad = needs_grad_of(operands, TANGENTS)
-            found += selection.of_types(
-                operands, case.options, needs_grad, is_tangent=True
-            ).values()
+            found += selection.kernels(operands, case.options, needs_grad, is_tangent=True).values()
     assert all(spec.family == "sm90" for spec in found)
     return found
 

@@ -64,7 +64,7 @@ class TangentCase:
 
     @property
     def needs_grad(self) -> Any:
-        """The tangents that the call has, as ``selection.of_types`` takes them."""
+        """The tangents that the call has, as ``selection.kernels`` takes them."""
         return needs_grad_of(self.arrays(None)[0], self.given)
 
 

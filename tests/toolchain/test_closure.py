@@ -18,13 +18,13 @@ from jax_memeff.codegen import select
 from jax_memeff.codegen.features import (
     BIAS,
     BOOLEAN,
+    DELTA_FROM_SCORES,
     DROPOUT,
-    EXACT_DELTA,
     FEATURES,
     FUNCTIONS,
     LENGTHS,
+    PACKED,
     SEGMENTS,
-    VARLEN,
 )
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.problem import Problem
@@ -105,7 +105,7 @@ def allowed_spill(spec):
     """The spill that the tile's row records, or a few registers for features besides window and
     soft cap and for rows that are copied by 4 or 8 bytes.
     """
-    features = any(spec[feature] for feature in (BIAS, DROPOUT, SEGMENTS, BOOLEAN, VARLEN))
+    features = any(spec[feature] for feature in (BIAS, DROPOUT, SEGMENTS, BOOLEAN, PACKED))
     features = features or spec.alignment < 16
     return LARGEST_SPILL if features else spec.tile.spill_bytes
 
@@ -162,7 +162,7 @@ def test_the_samples_of_a_cycle_have_every_module_and_every_feature():
     assert {spec.kernel.stem for spec in specs} == {kernel.stem for kernel in KERNELS}
     # Every kernel has lengths, and kernels of functions, which alone have the delta kernel, cannot
     # be listed; tests/functions has those.
-    others = {LENGTHS.name, FUNCTIONS.name, EXACT_DELTA.name}
+    others = {LENGTHS.name, FUNCTIONS.name, DELTA_FROM_SCORES.name}
     compiled = {feature.name for feature in FEATURES} - others
     assert compiled <= set().union(*map(covered, specs))
 

@@ -119,7 +119,7 @@ LATENT = tuple(
 
 
 def latent_forwards():
-    asked = [{"varlen": True, **features} for features in daily.drawn("latent", LATENT)]
+    asked = [{"packed": True, **features} for features in daily.drawn("latent", LATENT)]
     problems = [Problem("forward", "bf16", 576, 512, "sm_90a", features) for features in asked]
     return list(map(select.select, problems))
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from jax_memeff.codegen.features import BIAS, DETERMINISTIC, FEATURES, VARLEN
+from jax_memeff.codegen.features import BIAS, DETERMINISTIC, FEATURES, PACKED
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType, Modified
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
@@ -75,7 +75,7 @@ class Backward(Kernel):
         return {
             **super().constants(spec),
             **needs_grad,
-            "kOrdersQueries": spec.orders_queries,
+            "kDeterministicDq": spec.deterministic_dq,
             "kSplitQ": spec.split_q,
             "kCountsKvBlocks": self.counts_kv_blocks(spec),
             "kStoresFirstDq": self.stores_first_dq(spec),
@@ -119,7 +119,7 @@ class Backward(Kernel):
         return slices * rows * round_up(sizes.keys, spec.tile.key)
 
 
-def pack_heads(problem: Problem) -> bool:
+def pack_gqa(problem: Problem) -> bool:
     """Whether a tile of a split forward has rows of all query heads that share a key head."""
     return not any(feature.separates_heads(problem) for feature in FEATURES)
 
@@ -128,7 +128,7 @@ def has_token_grid(spec: KernelSpec) -> bool:
     """Whether grids cover only the tiles that the tokens of packed sequences fill. A kernel that
     writes every element of a bias gradient also processes tiles beyond the lengths.
     """
-    return spec[VARLEN] and bias_gradient(spec) in ("none", "dbias_kernel")
+    return spec[PACKED] and bias_gradient(spec) in ("none", "dbias_kernel")
 
 
 def query_tile_grid(spec: KernelSpec, rows: int | None = None) -> Grid:
@@ -167,7 +167,7 @@ def query_tiles(sizes: Sizes, tile: int, by_tokens: bool = False) -> int:
     return sizes.batch * sizes.heads * ceil_div(sizes.queries, tile)
 
 
-def packed_row_tiles(sizes: Sizes, tile: int) -> int:
+def gqa_row_tiles(sizes: Sizes, tile: int) -> int:
     """The tiles of query rows, if a tile holds rows of all query heads of a key head."""
     rows = sizes.queries * sizes.heads // max(sizes.key_heads, 1)
     return sizes.batch * sizes.key_heads * ceil_div(rows, tile)
@@ -180,7 +180,7 @@ def key_tiles(spec: KernelSpec, sizes: Sizes) -> int:
     return sizes.batch * sizes.key_heads * ceil_div(sizes.keys, spec.tile.key)
 
 
-def ordering_words(ctas: int) -> int:
+def dq_semaphore_words(ctas: int) -> int:
     """A ticket counter and the semaphore of each CTA, for deterministic sums of dq
     (codegen/memeff/schedule/dq_semaphore.cuh).
     """

@@ -5,7 +5,7 @@
 #include <cute/tensor_impl.hpp>
 
 #include <memeff/core/math.cuh>
-#include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/gqa_rows.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
@@ -148,7 +148,7 @@ struct PartialSum {
 template <class Config>
 struct FmhaForwardCombine {
   using Element = typename Config::Element;
-  using Rows = PackedRows<Config::kPackHeads>;
+  using Rows = GqaRows<Config::kPackGqa>;
   static constexpr int kThreads = 128;
 
   // If a row has many splits, several sets of threads divide them. One set adds up all segments,
@@ -183,7 +183,7 @@ struct FmhaForwardCombine {
     long long const row = first + set / row_sets;
     // In a mixed batch most sequences have fewer queries than rows. Other calls do not wait for the
     // lengths before they load partial results.
-    bool const skips = Config::kVarlen && params.keeps_gaps;
+    bool const skips = Config::kPacked && params.keeps_gaps;
     bool const active = set / row_sets < count && !(skips && !position(params, row).valid);
     Sum sum = Sum::empty();
     if (active) {
@@ -242,7 +242,7 @@ struct FmhaForwardCombine {
                                 Sum const& sum) {
     ProblemShape const& shape = params.shape;
     RowPosition const at = position(params, partial_row);
-    if (Config::kVarlen && !at.valid) return;  // a row of another sequence
+    if (Config::kPacked && !at.valid) return;  // a row of another sequence
     Origin const origin = query_origin<Config>(shape, at.batch);
     RowModifiers<Config> const modifiers(params, at);
     auto const end = [&] { return modifiers.finish(sum.weights.end()); };

@@ -92,7 +92,7 @@ class FirstDqStore {
 
 template <class Config>
 struct FinishedDq {
-  static_assert(!Config::kVarlen);
+  static_assert(!Config::kPacked);
 
   BackwardParams const& params;
 

@@ -63,7 +63,7 @@ struct FmhaBackwardPostprocess {
     WorkItem const item = grid.of_block(blockIdx.x);
     int const row = item.tile * Tiles::kTileQuery;
     int row_bound = shape.query_length - row;
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       int const length = IntervalMask<MaskKind::none>(params.mask, shape, item.batch).query_length;
       clear_query_gap<Config, kThreads>(params, item, length, grid.of_batch_index(item.batch));
       row_bound = length - row;

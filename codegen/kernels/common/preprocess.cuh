@@ -42,7 +42,7 @@ struct FmhaBackwardPreprocess {
   static constexpr int kRowsAtOnce = cute::min(ceil_div(Tiles::kTileQuery, kRowsPerPass), 4);
 
   CUTE_DEVICE static void run(BackwardParams const& params) {
-    if constexpr (Config::kOrdersQueries || Config::kSplitQ || Config::kCountsKvBlocks) {
+    if constexpr (Config::kDeterministicDq || Config::kSplitQ || Config::kCountsKvBlocks) {
       unsigned const words = semaphore_words(params);
       for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < words; i += gridDim.x * kThreads) {
         params.semaphores[i] = 0;
@@ -53,7 +53,7 @@ struct FmhaBackwardPreprocess {
         GridTiles<Config, GridRows::queries, Tiles::kTileQuery>{shape}.of_block(blockIdx.x);
     IntervalMask<MaskKind::none> const mask(params.mask, shape, item.batch);
     int const first_row = item.tile * Tiles::kTileQuery;
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       if (first_row >= mask.query_length) return;  // hazard: the workspaces have no such tile
     }
     long long const tile_index = Tiles::tile_index(params, item.batch, item.head, item.tile);

@@ -13,8 +13,8 @@
 // The next Q block arrives while this one is computed, in a second buffer. If shared memory is
 // short, there is one buffer, and the load is not hidden. dO has one buffer, which is reloaded as
 // soon as dV has read it. Gradients that are not asked for (Config::kQueryGradient, kKeyGradient,
-// kValueGradient, kBiasGradient) cost neither products nor memory. Config::kOrdersQueries makes the
-// order of the additions to dq deterministic (schedule/dq_semaphore.cuh).
+// kValueGradient, kBiasGradient) cost neither products nor memory. Config::kDeterministicDq makes
+// the order of the additions to dq deterministic (schedule/dq_semaphore.cuh).
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -233,7 +233,7 @@ struct FmhaBackwardSm80 {
   using BiasWriter = typename Scores::BiasWriter;
   using Blocks = QBlocks<Config>;
   using Semaphore =
-      cute::conditional_t<Config::kOrdersQueries, DqSemaphore<Config>, NoDqSemaphore<Config>>;
+      cute::conditional_t<Config::kDeterministicDq, DqSemaphore<Config>, NoDqSemaphore<Config>>;
   static constexpr int kTileQuery = Tiles::kTileQuery;
   static constexpr int kTileKey = Tiles::kTileKey;
   static constexpr int kThreads = Tiles::kThreads;
@@ -253,8 +253,8 @@ struct FmhaBackwardSm80 {
   static constexpr int kSumsOffset = kBiasOffset + Scores::Bias::kBytes;
   static constexpr int kSharedBytes = kSumsOffset + Scores::CapturedSums::kSharedBytes;
 
-  // Whether dS is needed in shared memory: dq and dk read it, and it is the gradient of the bias.
-  // If none of these is asked for, dv needs only P.
+  // dq and dk read dS from shared memory, and it is the gradient of the bias. If none of these is
+  // asked for, dv needs only P.
   static constexpr bool kStoreScoreGradient =
       Config::kQueryGradient || Config::kKeyGradient || BiasWriter::kFromTile;
   static constexpr bool kScoreGradient = kStoreScoreGradient || Config::kFunctionGradient ||
@@ -277,7 +277,7 @@ struct FmhaBackwardSm80 {
         {params.bias, mask, item.batch, column, kv_block.shared + kBiasOffset}};
 
     clear_skipped<Config, kThreads>(params, item, tiles);
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       GridTiles<Config, GridRows::keys, kTileKey> const grid = {shape};
       clear_key_gap<Config, kThreads>(params, item, mask.key_length,
                                       grid.of_batch_index(item.batch));
@@ -325,8 +325,7 @@ struct FmhaBackwardSm80 {
       return shared + kStatisticsOffset + buffer * kStatisticsBytes;
     }
 
-    // The position of a Q block among all that the CTAs of a key head may iterate over, in their
-    // order.
+    // The index of a Q block among all Q blocks of the key head's group, in the order of the loop.
     CUTE_DEVICE int position(QBlock const& q_block) const {
       return (q_block.head - item.head * params.shape.group) * params.query_tiles + q_block.tile;
     }
@@ -384,7 +383,7 @@ struct FmhaBackwardSm80 {
     template <class KeyGradient, class ValueGradient>
     CUTE_DEVICE void store(KeyGradient& key_gradient, ValueGradient& value_gradient) const {
       // Hazard: the rows after a packed sequence belong to the next one.
-      int const bound = (Config::kVarlen ? mask.key_length : params.shape.key_length) - column;
+      int const bound = (Config::kPacked ? mask.key_length : params.shape.key_length) - column;
       if constexpr (Config::kKeyGradient) {
         scale_accumulators(key_gradient, params.scale.gradient_scale);
         store_tile<Element, KeyTile, KeyGrid, kThreads, Config::kAlignment>(

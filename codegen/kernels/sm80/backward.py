@@ -18,10 +18,10 @@ from jax_memeff.codegen.kernels.common.base import (
     PROBABILITY_MODIFIERS,
     Masks,
     bias_tile_grid,
+    dq_semaphore_words,
     key_tile_grid,
     key_tiles,
     modifiers,
-    ordering_words,
     query_sums,
     stage,
     summing_entry_points,
@@ -40,7 +40,7 @@ class Tile(MmaTile):
 
     query_buffers: int = 2
     """Query tiles in shared memory; with one, the next tile is not prefetched."""
-    ordered_masks: Masks = EVERY_MASK
+    deterministic_masks: Masks = EVERY_MASK
     """The masks under which it adds to dq in a fixed order, in three TF32 products."""
 
 
@@ -272,20 +272,20 @@ _TILES_F32_SM90: Mapping[int, Sequence[Tile]] = {
             "the kernel for large head dims, in TF32 0.42 to 0.61, but 1.18 if it is deterministic "
             "and has no mask",
             spill_bytes=44,
-            ordered_masks=("causal", "window"),
+            deterministic_masks=("causal", "window"),
         ),
     ),
 }
 
 
 @functools.cache
-def _configured(own: Gpu, is_f32: bool, dim: int) -> Sequence[Tile]:
+def _configured(device: Gpu, is_f32: bool, dim: int) -> Sequence[Tile]:
     """Without asynchronous copies nothing is prefetched, so one query tile is enough."""
-    if own is gpu.SM90:
+    if device is gpu.SM90:
         tiles = (_TILES_F32_SM90 if is_f32 else _TILES_SM90)[dim]
     else:
         tiles = (_TILES_F32 if is_f32 else _TILES)[dim]
-    if own.async_copies:
+    if device.async_copies:
         return tiles
     return tuple(dataclasses.replace(tile, query_buffers=1) for tile in tiles)
 
@@ -297,13 +297,13 @@ class FmhaBwdSm80(MmaBackward):
     sums_function_gradients = True
     class_name = "FmhaBackwardSm80"
 
-    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
-        return _configured(own, problem.dtype in F32_DTYPES, max(padded))
+    def configure(self, problem: Problem, device: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
+        return _configured(device, problem.dtype in F32_DTYPES, max(padded))
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
-        ordered = spec.orders_queries and spec.dtype == "f32"
-        if ordered and spec[MASK] not in _tile(spec).ordered_masks:
+        deterministic = spec.deterministic_dq and spec.dtype == "f32"
+        if deterministic and spec[MASK] not in _tile(spec).deterministic_masks:
             reasons.append(f"adding to dq in a fixed order is slow with mask {spec[MASK]}")
         return reasons
 
@@ -354,8 +354,8 @@ class FmhaBwdSm80(MmaBackward):
     ) -> Iterator[Workspace]:
         yield from super().workspaces(spec, sizes, multiprocessors)
         yield from query_sums(spec, sizes, spec.padded_head_dim)
-        if spec.orders_queries:
-            yield Workspace("semaphores", (ordering_words(key_tiles(spec, sizes)),), "int32")
+        if spec.deterministic_dq:
+            yield Workspace("semaphores", (dq_semaphore_words(key_tiles(spec, sizes)),), "int32")
 
 
 def _tile(spec: KernelSpec) -> Tile:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from jax_memeff.codegen import gpu, shared_memory
-from jax_memeff.codegen.features import EXACT_DELTA, FUNCTIONS
+from jax_memeff.codegen.features import DELTA_FROM_SCORES, FUNCTIONS
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.kernels.common.base import (
     EVERY_MASK,
@@ -74,7 +74,9 @@ class MmaKernel(Kernel):
         return [
             f"{warps} warps cannot share its {rows}x{columns} {product}"
             for product, (rows, columns) in self.products(spec).items()
-            if not any(_warps_fit(rows, columns, warps, own) for own in self.rows_of_warps(spec))
+            if not any(
+                _warps_fit(rows, columns, warps, height) for height in self.rows_of_warps(spec)
+            )
         ]
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
@@ -148,7 +150,7 @@ class MmaBackward(Backward, MmaKernel):
         of query and key, the statistics of the rows, and two sums of each row for each of the warps
         that share it.
         """
-        if spec[EXACT_DELTA] is None:
+        if spec[DELTA_FROM_SCORES] is None:
             return ()
         query, key, warps = spec.tile.query, spec.tile.key, spec.threads // 32
         sharing = key // columns_of_warp(query, key, warps)

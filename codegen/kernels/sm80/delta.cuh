@@ -29,7 +29,7 @@ struct FmhaBackwardDelta {
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
 
-  // Whether delta is divided by the sum of P, which rounding leaves near 1. Modifiers replace P.
+  // Delta is divided by the sum of P, which rounding leaves near 1. Modifiers replace P.
   static constexpr bool kNormalizes = Config::kNormalizesDelta && !modifies_probabilities<Config>();
 
   // Offsets in shared memory.

@@ -95,7 +95,7 @@ struct FmhaForwardSm80 {
     int const key_head = item.head / shape.group;
 
     Mask const mask(params.mask, shape, item.batch);
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       GridTiles<Config, GridRows::queries, kTileQuery> const grid = {shape};
       clear_query_gap<Config, kThreads>(params, item, mask.query_length,
                                         grid.of_batch_index(item.batch));
@@ -226,7 +226,7 @@ struct FmhaForwardSm80 {
     int const query_bound =
         IntervalMask<Config::kMask>(params.mask, shape, item.batch).query_length - row;
     // Hazard: the rows after a packed sequence belong to the next one.
-    int const row_bound = Config::kVarlen ? query_bound : shape.query_length - row;
+    int const row_bound = Config::kPacked ? query_bound : shape.query_length - row;
     Origin const origin = query_origin<Config>(shape, item.batch);
     if (threadIdx.x % 4 == 0) {
       float* const logsumexp =

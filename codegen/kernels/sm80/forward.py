@@ -49,7 +49,14 @@ _TILES: Mapping[int, Sequence[Tile]] = {
     32: _64,
     64: _64,
     96: (
-        Tile(128, 64, 4, 2, "spills unless staged", stage_registers=True),
+        Tile(
+            128,
+            64,
+            4,
+            2,
+            "spills unless row statistics wait in shared memory",
+            stage_registers=True,
+        ),
         Tile(128, 32, 4, 2, "two blocks in 99 KB"),
         Tile(64, 32, 4, 2, "two blocks in 64 KB"),
     ),
@@ -59,7 +66,8 @@ _TILES: Mapping[int, Sequence[Tile]] = {
             64,
             4,
             2,
-            "spills unless staged; with bias 260, 64x64 213. A boolean mask spills",
+            "spills unless row statistics wait in shared memory; with bias 260, 64x64 213. A "
+            "boolean mask spills",
             modifiers=modifiers("a boolean mask"),
             stage_registers=True,
         ),
@@ -114,9 +122,20 @@ _TILES_F32: Mapping[int, Sequence[Tile]] = {
     ),
     96: (Tile(64, 32, 4, 2, "128 queries spill 100 bytes"),),
     128: (Tile(64, 32, 4, 2, "128 queries spill 196 bytes"),),
-    192: (Tile(64, 16, 4, 2, "random bits and bias spill unless staged", stage_registers=True),),
+    192: (
+        Tile(
+            64,
+            16,
+            4,
+            2,
+            "random bits and bias spill unless row statistics wait in shared memory",
+            stage_registers=True,
+        ),
+    ),
     256: (
-        Tile(64, 16, 4, 2, "spills unless staged", stage_registers=True),
+        Tile(
+            64, 16, 4, 2, "spills unless row statistics wait in shared memory", stage_registers=True
+        ),
         Tile(64, 16, 4, 1, "96 KB of 99 KB, which leaves no room to stage", spill_bytes=32),
         Tile(32, 16, 2, 1, "with a bias 64 queries need 102 KB"),
     ),
@@ -124,7 +143,7 @@ _TILES_F32: Mapping[int, Sequence[Tile]] = {
 
 
 @functools.cache
-def _configured(own: Gpu, is_f32: bool, dim: int) -> Sequence[Tile]:
+def _configured(device: Gpu, is_f32: bool, dim: int) -> Sequence[Tile]:
     """Each tile twice on an SM before any of them once. Alone, a CTA of 128 rows has eight warps,
     which hide each other's waits.
     """
@@ -133,7 +152,7 @@ def _configured(own: Gpu, is_f32: bool, dim: int) -> Sequence[Tile]:
         dataclasses.replace(tile, blocks_per_sm=1, warps=max(tile.warps, tile.query // 16))
         for tile in tiles
     )
-    first = (_SM80_256,) if own is gpu.SM80 and dim == 256 and not is_f32 else ()
+    first = (_SM80_256,) if device is gpu.SM80 and dim == 256 and not is_f32 else ()
     return (*first, *(tile for tile in tiles if tile.blocks_per_sm == 2), *alone)
 
 
@@ -145,8 +164,8 @@ class FmhaFwdSm80(MmaKernel):
     class_name = "FmhaForwardSm80"
     reads_pages = True
 
-    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
-        return _configured(own, problem.dtype in F32_DTYPES, max(padded))
+    def configure(self, problem: Problem, device: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
+        return _configured(device, problem.dtype in F32_DTYPES, max(padded))
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """One tile each of query, key, value and bias, which the output overwrites at the end."""

@@ -129,7 +129,7 @@ struct FmhaBackwardLargeDimDq {
     int const row = item.tile * kTileQuery;
     typename Scores::Mask const mask(params.mask, shape, item.batch);
     int length = shape.query_length;
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       length = mask.query_length;
       clear_query_gap<Config, kThreads>(params, item, length, grid.of_batch_index(item.batch));
       if (row >= length) return;
@@ -194,7 +194,7 @@ struct FmhaBackwardLargeDimDkdv {
     int count = q_tiles.head_blocks * shape.group;
     clear_skipped<Config, kThreads>(params, item, tiles);
     int length = shape.key_length;
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       length = mask.key_length;
       clear_key_gap<Config, kThreads>(params, item, length, grid.of_batch_index(item.batch));
       if (column >= length) return;
@@ -220,8 +220,8 @@ struct FmhaBackwardLargeDimDkdv {
   }
 
  private:
-  // Enumerates the Q blocks of all query heads of a KV block, as tiles of scores. Indices count the
-  // blocks that a block mask skips, too, so that without a mask they are a plain counter.
+  // Enumerates the Q blocks of all query heads of a KV block, as tiles of scores. Indices also
+  // count blocks that a block mask skips, so without a mask they are a plain counter.
   struct QTiles {
     WorkItem const& item;
     TileRange const& tiles;

@@ -72,7 +72,7 @@ class FmhaBwdLargeDimSm80(MmaBackward, LargeDimKernel):
     owns_outputs = True
 
     def configure(
-        self, problem: Problem, own: Gpu, padded: tuple[int, int]
+        self, problem: Problem, device: Gpu, padded: tuple[int, int]
     ) -> Sequence[LargeDimTile]:
         return _TILES_F32 if problem.dtype in F32_DTYPES else _TILES
 
@@ -92,29 +92,29 @@ class FmhaBwdLargeDimSm80(MmaBackward, LargeDimKernel):
         return {"S": (query, key), "dq": (query, chunk), "dk": (key, chunk), "dv": (key, chunk)}
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        def own(suffix: str, shared_bytes: int = 0, **rest) -> EntryPoint:
+        def entry(suffix: str, shared_bytes: int = 0, **rest) -> EntryPoint:
             name = "".join(map(str.capitalize, suffix.split("_")))
             class_name = f"{self.class_name}{name}<Config>"
             return stage(spec, suffix, class_name, spec.threads, shared_bytes, **rest)
 
         gradient = bias_gradient(spec)
         without_sums = spec.shared_bytes - captured_sum_bytes(spec)
-        entries = [own("preprocess"), *self.delta(spec)]
+        entries = [entry("preprocess"), *self.delta(spec)]
         if "query" in spec.gradients:
-            entries.append(own("dq", without_sums, block_mask=spec.block_mask("queries")))
+            entries.append(entry("dq", without_sums, block_mask=spec.block_mask("queries")))
         sums_bias = gradient in ("full", "common", "columns")
         functions = spec[FUNCTIONS]
         sums_functions = functions is not None and bool(functions.gradients)
         if {"key", "value"} & set(spec.gradients) or sums_bias or sums_functions:
             block_mask = spec.block_mask("keys")
             grid = key_tile_grid(spec)
-            entries.append(own("dkdv", spec.shared_bytes, grid=grid, block_mask=block_mask))
+            entries.append(entry("dkdv", spec.shared_bytes, grid=grid, block_mask=block_mask))
         if gradient in ("common", "columns"):
-            entries.append(own("dbias_postprocess", grid=bias_tile_grid(spec)))
+            entries.append(entry("dbias_postprocess", grid=bias_tile_grid(spec)))
         if gradient == "dbias_kernel":
             block_mask = spec.block_mask("queries")
             grid = bias_tile_grid(spec)
-            entries.append(own("dbias", without_sums, grid=grid, block_mask=block_mask))
+            entries.append(entry("dbias", without_sums, grid=grid, block_mask=block_mask))
         return tuple(entries)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:

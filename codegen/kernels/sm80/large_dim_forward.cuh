@@ -66,7 +66,7 @@ struct FmhaForwardLargeDimSm80 {
     int const key_head = item.head / shape.group;
 
     Mask const mask(params.mask, shape, item.batch);
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       clear_query_gap<Config, kThreads>(params, item, mask.query_length,
                                         grid.of_batch_index(item.batch));
       if (row >= mask.query_length) return;
@@ -78,7 +78,7 @@ struct FmhaForwardLargeDimSm80 {
     char const* const query_rows =
         row_pointer<Element>(params.query, queries.batch, queries.row + row, item.head);
     // Hazard: the rows after a packed sequence belong to the next one.
-    int const row_bound = (Config::kVarlen ? mask.query_length : shape.query_length) - row;
+    int const row_bound = (Config::kPacked ? mask.query_length : shape.query_length) - row;
     ChunkedTarget const target = {
         row_pointer<Element>(params.out, queries.batch, queries.row + row, item.head),
         params.out.row_stride * (long long)sizeof(Element), row_bound, shape.value_dim};

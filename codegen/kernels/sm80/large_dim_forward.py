@@ -79,7 +79,7 @@ class FmhaFwdLargeDimSm80(LargeDimKernel):
     reads_pages = True
 
     def configure(
-        self, problem: Problem, own: Gpu, padded: tuple[int, int]
+        self, problem: Problem, device: Gpu, padded: tuple[int, int]
     ) -> Sequence[LargeDimTile]:
         return _TILES_F32 if problem.dtype in F32_DTYPES else _TILES
 

@@ -24,8 +24,8 @@
 #include <memeff/core/math.cuh>
 #include <memeff/core/page_table.cuh>
 #include <memeff/core/warp_grid.cuh>
+#include <memeff/layout/gqa_rows.cuh>
 #include <memeff/layout/key_value_source.cuh>
-#include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/function_blocks.cuh>
@@ -98,11 +98,10 @@ struct SplitOperands : SplitTiles<Config> {
     }
   }
 
-  // Called once all queries are in shared memory, to read the factors of their rows; there are
-  // none.
+  // Called once all queries are in shared memory. Float8Operands reads the factors of their rows.
   CUTE_DEVICE void begin() {}
 
-  // Starts the copies of the scales of keys; there are none.
+  // Float8Operands starts the copies of the scales of keys.
   template <class Pages>
   CUTE_DEVICE void load_scales(int, int, Pages const&) const {}
 
@@ -121,11 +120,11 @@ struct SplitOperands : SplitTiles<Config> {
     warp_gemm<Element, Tiles::kConsumerGroupKeys / 16>(output, probabilities, Values(values, 0));
   }
 
-  // The factor of the output at the end.
+  // The output is multiplied by this at the end.
   CUTE_DEVICE float output_scale() const { return 1.0f; }
 
-  // Orders the columns of the output: elements 2i and 2i + 1 of output(., m, n) are columns
-  // column(n) and column(n) + 1, here from the start.
+  // Afterwards elements 2i and 2i + 1 of output(., m, n) are columns column(n) and column(n) + 1.
+  // Here they always are.
   template <class Output>
   CUTE_DEVICE static void order_columns(Output&) {}
   CUTE_DEVICE static int column(int n) {
@@ -379,7 +378,7 @@ class Float8Operands : public SplitTiles<Config> {
     }
   }
 
-  // The factor of the output at the end.
+  // The output is multiplied by this at the end.
   CUTE_DEVICE float output_scale() const {
     float scale = kFloat8Factor;
     if constexpr (Config::kValueScale == PoolScale::heads) {
@@ -449,7 +448,7 @@ struct SplitOutput {
 
   // The number of rows to write. Hazard: the rows after a packed sequence belong to the next one.
   CUTE_DEVICE static int row_bound(ForwardParams const& params, int batch) {
-    return Config::kVarlen ? Mask(params.mask, params.shape, batch).query_length
+    return Config::kPacked ? Mask(params.mask, params.shape, batch).query_length
                            : Rows(params.shape).count(params.shape.query_length);
   }
 
@@ -535,27 +534,26 @@ struct FmhaForwardSplitSm80 {
   using ScoreGrid = typename Tiles::ScoreGrid;
   using OutGrid = typename Tiles::OutGrid;
   using Softmax = OnlineSoftmax<ScoreGrid::kRowBlocks, false, has_large_scores<Config>()>;
-  using Rows = PackedRows<Config::kPackHeads>;
-  using TileRows = RowsOfTile<Config::kPackHeads>;
+  using Rows = GqaRows<Config::kPackGqa>;
+  using TileRows = RowsOfTile<Config::kPackGqa>;
   using Probabilities = ProbabilityModifiers<Config, ScoreGrid>;
-  using Mask = ScoreMask<Config, ScoreGrid, Config::kPackHeads>;
+  using Mask = ScoreMask<Config, ScoreGrid, Config::kPackGqa>;
   // A row of the block mask belongs to one head.
-  static_assert(!Config::kBlockMask || !Config::kPackHeads);
+  static_assert(!Config::kBlockMask || !Config::kPackGqa);
   using Modifiers = ScoreModifiers<Config, DirectBias<Config, ScoreGrid, Mask>,
-                                   ScoreFunction<Config, ScoreGrid, false, Config::kPackHeads>>;
+                                   ScoreFunction<Config, ScoreGrid, false, Config::kPackGqa>>;
 
-  // Batch-invariant results: a split is a whole number of segments, see SegmentSum.
-  // Each group takes whole segments, because a segment is summed in one fixed order. The combine
-  // kernel adds up the segments.
+  // Batch-invariant results: a split is a whole number of segments (SegmentSum). A segment is
+  // summed in one fixed order, so a group takes whole segments. The combine kernel adds them up.
   static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
   static constexpr bool kGroupsTakeSegments = Tiles::kGroupsTakeSegments;
   static constexpr int kSegmentBlocks = Config::kSegmentKeys / kTileKey;
   static_assert(Config::kSegmentKeys % kTileKey == 0);
 
-  // Segments end at their last block, so none is left out.
+  // With segments no block is left out: a segment is finished at its last block.
   using KvBlocks =
       cute::conditional_t<decides_tiles<Config>(),
-                          FunctionBlocks<Config, Config::kPackHeads, kTileKey, !kKeySegments>,
+                          FunctionBlocks<Config, Config::kPackGqa, kTileKey, !kKeySegments>,
                           BlockMaskRow<Config::kBlockMask>>;
   static_assert(!kGroupsTakeSegments || !decides_tiles<Config>());
   using GroupBlocks =
@@ -588,10 +586,10 @@ struct FmhaForwardSplitSm80 {
     ProblemShape const& shape = params.shape;
     SplitWorkItem const item = Out::work_item(params);
     int const row = item.tile * kTileQuery;
-    int const key_head = Config::kPackHeads ? item.head : item.head / shape.group;
+    int const key_head = Config::kPackGqa ? item.head : item.head / shape.group;
 
     Mask const mask(params.mask, shape, item.batch);
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       if (item.split == 0) clear_gap(params, item, mask.query_length);
       if (row >= mask.query_length) return;
     }

@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax_memeff.codegen import gpu, shared_memory
-from jax_memeff.codegen.features import FUNCTIONS, PAGES, VARLEN, pages
+from jax_memeff.codegen.features import FUNCTIONS, PACKED, PAGES, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.gpu import Gpu
-from jax_memeff.codegen.kernels.common.base import pack_heads, packed_row_tiles, query_tiles, stage
+from jax_memeff.codegen.kernels.common.base import gqa_row_tiles, pack_gqa, query_tiles, stage
 from jax_memeff.codegen.kernels.sm80.base import MmaKernel, MmaTile
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
@@ -45,14 +45,14 @@ _COMBINATION = 1024
 """Cost in keys of the combine kernel and of partial results in global memory: 3 us."""
 
 
-def packed_rows(problem: Problem, sizes: Sizes) -> int:
+def gqa_rows(problem: Problem, sizes: Sizes) -> int:
     """The query rows that read the keys of one head together."""
-    return sizes.queries * (sizes.group if pack_heads(problem) else 1)
+    return sizes.queries * (sizes.group if pack_gqa(problem) else 1)
 
 
 def required_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRows | None:
     """The tile of calls that no other kernel serves: batch-invariant ones, and float8 pools."""
-    pool, few = problem[PAGES], packed_rows(problem, sizes) <= FEW_ROWS
+    pool, few = problem[PAGES], gqa_rows(problem, sizes) <= FEW_ROWS
     if pool.is_invariant:
         return "16" if few and _takes_segments(problem, sizes, multiprocessors) else "64"
     if pool.dtype != "query":
@@ -62,7 +62,7 @@ def required_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> Query
 
 def few_rows(problem: Problem, sizes: Sizes) -> QueryRows | None:
     """The tile of a decode step, or of a few draft tokens, whatever the number of keys."""
-    rows = packed_rows(problem, sizes)
+    rows = gqa_rows(problem, sizes)
     if rows <= FEW_ROWS:
         return "16"
     return "32" if rows <= _DRAFT_ROWS and rows > sizes.queries else None
@@ -72,8 +72,8 @@ def split_time(problem: Problem, sizes: Sizes, multiprocessors: int) -> float:
     """The time of CTAs that split the keys, and of the combine kernel, in units of a key in one
     CTA of the forward.
     """
-    heads = sizes.key_heads if pack_heads(problem) else sizes.heads
-    tiles = sizes.batch * heads * ceil_div(packed_rows(problem, sizes), _ROWS)
+    heads = sizes.key_heads if pack_gqa(problem) else sizes.heads
+    tiles = sizes.batch * heads * ceil_div(gqa_rows(problem, sizes), _ROWS)
     return _MMA_SYNC_COST * sizes.keys * tiles / multiprocessors + _COMBINATION
 
 
@@ -127,13 +127,13 @@ memory, so a CTA has eight warps."""
 _COPIES_IN_FLIGHT = "about 64 KB of copies in flight per SM hide the latency of memory"
 
 
-def _residencies(own: Gpu, *choices: tuple[int, int]) -> Iterator[tuple[int, int]]:
+def _residencies(device: Gpu, *choices: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Numbers of CTAs per SM and of stages. Without asynchronous copies a third stage is idle."""
-    most = 4 if own.async_copies else 2
+    most = 4 if device.async_copies else 2
     yield from dict.fromkeys((blocks, min(stages, most)) for blocks, stages in choices)
 
 
-def _tiles_of_few_rows(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
+def _tiles_of_few_rows(device: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
     """Tiles of 16 rows for a decode step, and of 32 for a few draft tokens.
 
     Every warp has all rows and its own keys, so no warp waits for another. Rates on an H200 as
@@ -147,11 +147,11 @@ def _tiles_of_few_rows(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
         if keys > most_keys or (rows == 32 and dim > _MOST_COLUMNS_OF_32_ROWS):
             continue
         warps = min(4, keys // 16)
-        for blocks, stages in _residencies(own, (2, 3), (1, 4), (1, 3), (1, 2)):
+        for blocks, stages in _residencies(device, (2, 3), (1, 4), (1, 3), (1, 2)):
             yield Tile(rows, keys, warps, blocks, _COPIES_IN_FLIGHT, key_warps=warps, stages=stages)
 
 
-def _tiles_of_64_rows(own: Gpu, dim: int) -> Iterator[Tile]:
+def _tiles_of_64_rows(device: Gpu, dim: int) -> Iterator[Tile]:
     """Two groups of warps divide the keys. Rates on an H200 as built for sm_90: head dim 64 134 us
     for T 32 of S 4096, 256 keys 154; head dim 128 4.28 TB/s, with eight warps 3.71.
     """
@@ -161,16 +161,16 @@ def _tiles_of_64_rows(own: Gpu, dim: int) -> Iterator[Tile]:
         if dim <= _MOST_COLUMNS_OF_32_ROWS or groups == 1:
             # A warp with 32 rows and 128 columns spills soft cap, bias and random bits.
             features = MmaTile.modifiers if dim <= 64 or groups == 1 else ()
-            for blocks, stages in _residencies(own, *residencies):
+            for blocks, stages in _residencies(device, *residencies):
                 reason = _COPIES_IN_FLIGHT
                 yield Tile(64, keys, 4, blocks, reason, features, key_warps=groups, stages=stages)
         if groups == 2:
-            for _, stages in _residencies(own, *residencies[1:]):
+            for _, stages in _residencies(device, *residencies[1:]):
                 reason = "a warp has 16 rows"
                 yield Tile(64, keys, 8, 1, reason, key_warps=groups, stages=stages)
 
 
-def _invariant_tiles(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
+def _invariant_tiles(device: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
     """Tiles of batch-invariant calls. A warp has its own rows and all keys, so outputs of a segment
     need no merge. Above head dim 128 the sum of the segments, which is used once per 256 keys,
     spills. In a decode step one warp of 64 rows has any. With 227 KB each warp has the same 16 rows
@@ -181,11 +181,11 @@ def _invariant_tiles(own: Gpu, dim: int, most_keys: int) -> Iterator[Tile]:
     for keys in (128, 64, 32, 16):
         if keys > most_keys:
             continue
-        if own is gpu.SM90 and dim <= _MOST_COLUMNS_OF_32_ROWS:
+        if device is gpu.SM90 and dim <= _MOST_COLUMNS_OF_32_ROWS:
             for warps, stages in ((4, 3), (4, 2), (3, 2)):
                 reason = "a warp takes whole segments"
                 yield Tile(16, keys, warps, 1, reason, key_warps=warps, stages=stages)
-        for blocks, stages in _residencies(own, (2, 3), (2, 2), (1, 3), (1, 2)):
+        for blocks, stages in _residencies(device, (2, 3), (2, 2), (1, 3), (1, 2)):
             yield Tile(64, keys, 4, blocks, "no merge of key warps", stages=stages)
 
 
@@ -207,7 +207,7 @@ kernels with segment ids and boolean masks spilled 24 to 56 bytes."""
 
 @functools.cache
 def _configured(
-    own: Gpu, padded: tuple[int, int], is_float8: bool, is_invariant: bool
+    device: Gpu, padded: tuple[int, int], is_float8: bool, is_invariant: bool
 ) -> Sequence[Tile]:
     """For each number of rows and warps the first tile that fits the GPU."""
     if is_float8 and any(dim % 64 for dim in padded):
@@ -215,17 +215,17 @@ def _configured(
     dim = max(padded)
     most_keys = 128 if dim * _key_element_bytes(is_float8) <= 128 else 64
     if is_invariant:
-        tiles = _invariant_tiles(own, dim, most_keys)
-    elif is_float8 and own is gpu.SM90:
+        tiles = _invariant_tiles(device, dim, most_keys)
+    elif is_float8 and device is gpu.SM90:
         tiles = iter(_FLOAT8_SM90[dim])
     else:
         tiles = itertools.chain(
-            _tiles_of_few_rows(own, dim, most_keys), _tiles_of_64_rows(own, dim)
+            _tiles_of_few_rows(device, dim, most_keys), _tiles_of_64_rows(device, dim)
         )
     chosen: dict[tuple[int, int], Tile] = {}
     for tile in tiles:
         bytes_ = _shared_bytes(tile, padded, is_float8, is_invariant, has_page_scales=is_float8)
-        if bytes_ <= own.shared_bytes(tile.blocks_per_sm):
+        if bytes_ <= device.shared_bytes(tile.blocks_per_sm):
             chosen.setdefault((tile.query, tile.warps), tile)
     if is_invariant:  # the bits depend on the keys
         keys = max((tile.key for tile in chosen.values()), default=0)
@@ -273,15 +273,15 @@ class FmhaFwdSplitSm80(MmaKernel):
     reads_pages = True
     reads_float8_pages = True
 
-    def configure(self, problem: Problem, own: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
+    def configure(self, problem: Problem, device: Gpu, padded: tuple[int, int]) -> Sequence[Tile]:
         if problem.dtype in F32_DTYPES:
             return ()
         pool = problem[PAGES]
-        return _configured(own, padded, pool.dtype != "query", bool(pool.is_invariant))
+        return _configured(device, padded, pool.dtype != "query", bool(pool.is_invariant))
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
-        if problem[VARLEN] and not problem.asks(PAGES):
+        if problem[PACKED] and not problem.asks(PAGES):
             reasons.append("it does not split the keys of packed sequences yet")
         elif not strategy.splits_keys and not spec[PAGES].is_float8:
             reasons.append("it splits the keys, and work tiles fill the GPU without splits")
@@ -295,7 +295,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         return reasons + super().reasons(spec, problem, strategy)
 
     def completed(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> KernelSpec:
-        return dataclasses.replace(spec, pack_heads=pack_heads(problem))
+        return dataclasses.replace(spec, pack_gqa=pack_gqa(problem))
 
     def alignment(self, problem: Problem) -> int:
         return 16
@@ -325,11 +325,11 @@ class FmhaFwdSplitSm80(MmaKernel):
         return (tile.query * tile.key_warps // tile.warps,)
 
     def words(self, spec: KernelSpec) -> list[str]:
-        return ["split", *(["gqa"] if spec.pack_heads else [])]
+        return ["split", *(["gqa"] if spec.pack_gqa else [])]
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         rows = spec.tile.query
-        tiles = packed_row_tiles if spec.pack_heads else query_tiles
+        tiles = gqa_row_tiles if spec.pack_gqa else query_tiles
         grid = Grid(lambda sizes: tiles(sizes, rows), splits="each")
         class_name = "FmhaForwardCombine<Config>"
         combine_grid = _COMBINE_GRID
@@ -344,7 +344,7 @@ class FmhaFwdSplitSm80(MmaKernel):
             **super().constants(spec),
             "kKeyWarps": tile.key_warps,
             "kStages": tile.stages,
-            "kPackHeads": spec.pack_heads,
+            "kPackGqa": spec.pack_gqa,
         }
 
     def workspaces(
@@ -354,7 +354,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         (ffi/src/splits.cc) chooses the number of parts for the device; this is the
         largest number that the program has room for.
         """
-        tile_heads = sizes.key_heads if spec.pack_heads else sizes.heads
+        tile_heads = sizes.key_heads if spec.pack_gqa else sizes.heads
         rows = sizes.queries * sizes.heads // max(1, tile_heads)
         tiles = sizes.batch * tile_heads * -(-rows // spec.tile.query)
         splits = min(_MOST_CTAS // max(1, tiles), ceil_div(sizes.keys, spec.tile.key))

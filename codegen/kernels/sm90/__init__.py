@@ -14,13 +14,14 @@ from jax_memeff.codegen.kernels.sm90.two_kernel_backward import FmhaBwdTwoKernel
 from jax_memeff.codegen.spec import Kernel
 
 KERNELS: tuple[Kernel, ...] = (
-    FmhaFwdSm90(),
-    FmhaFwdF16x3Sm90(),
-    FmhaFwdLatentSm90(),
-    FmhaFwdLargeDimSm90(),
-    FmhaBwdSm90(),
-    FmhaBwdTwoKernelSm90(),
-    FmhaBwdF16x3Sm90(),
-    FmhaBwdLargeDimSm90(),
+    FmhaFwdSm90(),  # 16-bit elements, head dims up to 256
+    FmhaFwdF16x3Sm90(),  # float32
+    FmhaFwdLatentSm90(),  # paged calls whose values are columns of the keys
+    FmhaFwdLargeDimSm90(),  # head dims from 257 on
+    FmhaBwdSm90(),  # up to 128
+    FmhaBwdTwoKernelSm90(),  # 129 to 256
+    FmhaBwdF16x3Sm90(),  # float32
+    FmhaBwdLargeDimSm90(),  # from 257 on
     FmhaTangentSm90(),
 )
+"""In the order of choice."""

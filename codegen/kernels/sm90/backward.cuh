@@ -52,13 +52,13 @@
 
 namespace memeff {
 
-// Semaphores (schedule/dq_semaphore.cuh). Consumers neither poll nor wait for their additions to be
-// performed; threads of the producer's warpgroup do both.
+// Semaphores (schedule/dq_semaphore.cuh). Consumers neither poll a semaphore nor wait until their
+// additions are performed; two threads of the producer's warpgroup do both.
 //
-// One polls the semaphore of the predecessor ahead of the additions; it is the thread that adds if
-// one thread adds. Another one publishes, which stalls it until the additions are performed.
-// Additions to a Q block begin only after these threads have arrived, so none of them falls behind
-// by a phase of the barriers.
+// One thread polls the predecessor's semaphore before the additions; if a single thread adds, it
+// polls itself. The other publishes this CTA's progress, which stalls it until the additions are
+// performed. Additions to a Q block begin only after both threads have arrived, so neither falls
+// behind by a phase of the barriers.
 
 // Orders the additions to dq; RegisterDqSumsSm90 and TmaDqSumsSm90 call it.
 template <class Config>
@@ -129,8 +129,8 @@ struct DqSemaphoreSm90 {
   }
 };
 
-// The same interface without an order, for kernels whose sums may differ in their last bits from
-// run to run.
+// The same interface for kernels that add in any order: their sums may differ in their last bits
+// from run to run.
 template <class Config>
 struct NoDqSemaphoreSm90 {
   struct Control {};
@@ -147,12 +147,12 @@ struct NoDqSemaphoreSm90 {
   CUTE_DEVICE static void end_additions(Control&) {}
 };
 
-// The one of the two that a kernel uses.
+// The kernel uses one of the two.
 template <class Config>
-using DqOrderSm90 =
-    cute::conditional_t<Config::kOrdersQueries, DqSemaphoreSm90<Config>, NoDqSemaphoreSm90<Config>>;
+using DqOrderSm90 = cute::conditional_t<Config::kDeterministicDq, DqSemaphoreSm90<Config>,
+                                        NoDqSemaphoreSm90<Config>>;
 
-// dQ: how CTAs add it to its f32 sums in global memory. Config::kOrdersQueries makes the order of
+// dQ: how CTAs add it to its f32 sums in global memory. Config::kDeterministicDq makes the order of
 // the additions deterministic.
 
 // Strategy 1: each consumer adds from its registers. It issues one instruction for every 512 bytes
@@ -197,7 +197,7 @@ struct RegisterDqSumsSm90 {
 // because a release takes up to half of the time of a Q block.
 template <class Config, class Tiles>
 struct TmaDqSumsSm90 {
-  static constexpr bool kOrdered = Config::kOrdersQueries;
+  static constexpr bool kDeterministicDq = Config::kDeterministicDq;
   static_assert(Config::kStoresFirstDq);
   static constexpr int kSharedBytes = Tiles::kQueryTileFloats * int(sizeof(float));
   using Semaphore = DqOrderSm90<Config>;
@@ -265,13 +265,13 @@ struct TmaDqSumsSm90 {
   }
 
  private:
-  // Orders the additions of the one thread; positions are those of for_each_q_block().
-  struct Ordered {
+  // The one thread adds in a fixed order. `position` is what for_each_q_block() passes.
+  struct FixedOrder {
     BackwardParams const& params;
     Control& control;
     DqSemaphore<Config> semaphore;
 
-    CUTE_DEVICE Ordered(BackwardParams const& params, Control& control, WorkItem const&)
+    CUTE_DEVICE FixedOrder(BackwardParams const& params, Control& control, WorkItem const&)
         : params(params), control(control), semaphore(params, control.ticket) {}
     CUTE_DEVICE FirstDqStore begin(int position, long long tile_index, int parity) {
       FirstDqStore first = FirstDqStore::read(params, tile_index);
@@ -286,12 +286,12 @@ struct TmaDqSumsSm90 {
     }
     CUTE_DEVICE void finish() {}
   };
-  // The same interface without an order.
-  struct Unordered {
+  // The same interface for additions in any order.
+  struct AnyOrder {
     BackwardParams const& params;
     WorkItem const& item;
 
-    CUTE_DEVICE Unordered(BackwardParams const& params, Control const&, WorkItem const& item)
+    CUTE_DEVICE AnyOrder(BackwardParams const& params, Control const&, WorkItem const& item)
         : params(params), item(item) {}
     CUTE_DEVICE FirstDqStore begin(int, long long tile_index, int) {
       return FirstDqStore::claim(params, tile_index);
@@ -304,12 +304,12 @@ struct TmaDqSumsSm90 {
       }
     }
   };
-  using Order = cute::conditional_t<kOrdered, Ordered, Unordered>;
+  using Order = cute::conditional_t<kDeterministicDq, FixedOrder, AnyOrder>;
 };
 
-// Computes dS^T, the gradient of Q K^T, not yet multiplied by the user's scale, and the modified
-// P^T: rows of the accumulators are keys, columns are queries. Both are packed block by block,
-// which frees the accumulators. Consumers call it once per Q block.
+// Computes the modified P^T, and dS^T: the gradient of Q K^T before the user's scale. Rows of the
+// accumulators are keys, columns are queries. Both are packed block by block, which frees the
+// accumulators. Consumers call it once per Q block.
 template <class Config, class Modifiers, class BiasWriter, class Grid, class Kept, class Scores,
           class Operand, class FunctionGradient, class DeltaReader>
 CUTE_DEVICE void differentiate_transposed(
@@ -420,9 +420,9 @@ struct KvBlockWorkSm90 {
   }
 };
 
-// Gradients of captured arrays: two ways to add sums over a Q block, along diagonals or for each
-// query, to global memory. Each warp of the consumers first stores the terms of its 16 keys in a
-// strip of shared memory (score/captured/strip_sums.cuh).
+// Gradients of captured arrays are sums over a Q block, along diagonals or for each query. Each
+// warp of the consumers first stores the terms of its 16 keys in a strip of shared memory
+// (score/captured/strip_sums.cuh). There are two ways to add the sums to global memory.
 
 // Strategy 1: each warp of the consumers adds its own strips.
 template <class Config, class Kernel>
@@ -648,7 +648,8 @@ struct BackwardConsumerSm90 {
   uint32_t tiles;
   uint32_t key_tile;
 
-  // Waits for keys and values, and clears what no Q block will write or must not read.
+  // Waits for keys and values, zeros their rows beyond the key length, and clears the gradients
+  // that no Q block will write.
   CUTE_DEVICE void begin(KeyStage const& key) const {
     CapturedSums::begin(tiles + kSumsOffset);
     clear_skipped<Config, kConsumers>(params, work.item, work.tiles);
@@ -883,7 +884,7 @@ struct BackwardEpilogueSm90 {
     int const head = key_head_of<Config>(params, work.item.head);
     int const row = keys.row + work.column;
     int const tile_row = warpgroup * kWarpgroupRows;
-    int const bound = (Config::kVarlen ? key_length : shape.key_length) - work.column;
+    int const bound = (Config::kPacked ? key_length : shape.key_length) - work.column;
     if constexpr (Config::kKeyGradient) {
       store_part<Config, KeyTile>(maps.key_gradient, params.key_gradient, key_tile, tile_row, row,
                                   bound, head, keys.batch, shape.head_dim);
@@ -894,7 +895,7 @@ struct BackwardEpilogueSm90 {
                                     shape.value_dim);
     }
     wait_tma_stores();
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       GridTiles<Config, GridRows::keys, kTileKey> const grid = {shape};
       clear_key_gap<Config, kConsumers>(params, {work.item.tile, head, work.item.batch}, key_length,
                                         grid.of_batch_index(work.item.batch));
@@ -947,7 +948,7 @@ struct FmhaBackwardSm90 {
 
   static constexpr bool kPersistent = Config::kPersistent;
   static_assert(!kPersistent ||
-                (kTmaDq && !Config::kOrdersQueries && !Config::kSplitQ && !Config::kBlockMask));
+                (kTmaDq && !Config::kDeterministicDq && !Config::kSplitQ && !Config::kBlockMask));
   using KvBlocks = KvBlocksInRounds<Config>;
 
   // Offsets in shared memory. TMA tiles begin at multiples of 1024 bytes, so they come first.

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from jax_memeff.codegen import shared_memory
-from jax_memeff.codegen.features import BIAS, FUNCTIONS, MASK, VARLEN
+from jax_memeff.codegen.features import BIAS, FUNCTIONS, MASK, PACKED
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.mask import MaskKind
@@ -16,10 +16,10 @@ from jax_memeff.codegen.functions.sums import Sum
 from jax_memeff.codegen.kernels.common.base import (
     MASK_MODIFIERS,
     PROBABILITY_MODIFIERS,
+    dq_semaphore_words,
     key_tile_grid,
     key_tiles,
     modifiers,
-    ordering_words,
     query_sums,
     summing_entry_points,
     tile_columns,
@@ -51,7 +51,7 @@ most of the gain and take half of the memory."""
 _LEAST_Q_BLOCKS_OF_HEADS = 32
 """Q blocks of 64 rows for each CTA that takes some heads of a group. The mask skips half of them.
 """
-_LEAST_ORDERED_Q_BLOCKS = 64
+_LEAST_DETERMINISTIC_Q_BLOCKS = 64
 """The same if additions to dq have an order. With 32, T 1024 loses 6 % (H100, head dim 128)."""
 _PARTS_A_Q_BLOCK = 2
 """The number of partial sums of dk and dv that can be read from L2 in the time of one Q block."""
@@ -225,9 +225,9 @@ class FmhaBwdSm90(WgmmaBackward):
         may divide query heads, which they do under causal masks, but not Q blocks.
         """
         owns_bias = bias_gradient(spec) not in ("none", "dbias_kernel")
-        ordered = spec.orders_queries and spec[MASK] != "causal"
+        deterministic = spec.deterministic_dq and spec[MASK] != "causal"
         owned = bool({"key", "value"} & set(spec.gradients))
-        free = not (spec.has_block_mask or owns_bias or ordered)
+        free = not (spec.has_block_mask or owns_bias or deterministic)
         return strategy.split_q and owned and free
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
@@ -253,14 +253,14 @@ class FmhaBwdSm90(WgmmaBackward):
         """Persistent CTAs get equally many KV blocks, so all must need the same work. CTAs that
         order additions, or share a KV block, take one. Calls for some gradients were not measured.
         """
-        free = spec.gradients == SPEC_GRADIENTS and not (spec.orders_queries or spec.split_q)
+        free = spec.gradients == SPEC_GRADIENTS and not (spec.deterministic_dq or spec.split_q)
         return _tile(spec).key_stages > 1 and _needs_equal_work(spec) and free
 
     def counts_kv_blocks(self, spec: KernelSpec) -> bool:
         """Under a causal mask the last CTAs have little work and end together, and a postprocess
         kernel beside them costs time: 581 µs instead of 570 at head dim 64, T 512 on an H200.
         """
-        free = not (spec.orders_queries or spec.split_q)
+        free = not (spec.deterministic_dq or spec.split_q)
         return _sums_by_tma(spec) and _needs_equal_work(spec) and free
 
     def stores_first_dq(self, spec: KernelSpec) -> bool:
@@ -302,12 +302,12 @@ class FmhaBwdSm90(WgmmaBackward):
 
     def producer_adds_strips(self, spec: KernelSpec) -> bool:
         """Whether a warp of the producer adds up the sums of all consumers, which must all be along
-        diagonals. With 128 queries the main loop would then spill 120 bytes, and with exact sums
-        the producer 72. If dq is summed in a deterministic order, no warp may be free.
+        diagonals. With 128 queries the main loop would then spill 120 bytes, and with fixed-point
+        sums the producer 72. If dq is summed in a deterministic order, no warp may be free.
         """
         functions = spec[FUNCTIONS]
         fits = spec.tile.query == WARPGROUP_ROWS
-        if functions is None or functions.exact or spec.orders_queries or not fits:
+        if functions is None or functions.fixed_point or spec.deterministic_dq or not fits:
             return False
         return Sum.DIAGONAL in functions.read_sums and Sum.QUERY not in functions.read_sums
 
@@ -334,7 +334,7 @@ class FmhaBwdSm90(WgmmaBackward):
         control = buffers * shared_memory.PIPELINE_BYTES
         tma_dq = _sums_by_tma(spec)
         control += tma_dq * shared_memory.PIPELINE_BYTES
-        if spec.orders_queries:
+        if spec.deterministic_dq:
             control += shared_memory.PIPELINE_BYTES + _TICKET_BYTES
         rings, warps = 0, spec.computing_threads // 32
         if self.producer_adds_strips(spec):
@@ -391,23 +391,25 @@ class FmhaBwdSm90(WgmmaBackward):
             columns = {"key": spec.padded_head_dim, "value": spec.padded_value_dim}
             parts = sum(columns[name] for name in columns if name in spec.gradients)
             rows = sizes.padded_keys(spec.tile.key)
-            splits = q_splits(spec[MASK], sizes, multiprocessors, spec.orders_queries)
+            splits = q_splits(spec[MASK], sizes, multiprocessors, spec.deterministic_dq)
             yield Workspace("key_gradient_sum", (splits, rows * parts))
             words += blocks
-        if spec.orders_queries:
-            words += ordering_words(blocks * splits)
+        if spec.deterministic_dq:
+            words += dq_semaphore_words(blocks * splits)
         if self.counts_kv_blocks(spec):
             words += sizes.batch * sizes.key_heads
         if words:
             yield Workspace("semaphores", (words,), "int32")
 
 
-def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int, ordered: bool = False) -> int:
+def q_splits(
+    mask: MaskKind, sizes: Sizes, multiprocessors: int, deterministic: bool = False
+) -> int:
     """How many CTAs of a backward may share a KV block.
 
     They divide query heads as far as the number and the group have common divisors, and Q blocks.
     In packed sequences they divide heads alone, because a Q block may belong to any sequence. So
-    they do if their additions to dq are ``ordered``, because each head has a sequence of its own.
+    they do if dq is ``deterministic``, because each head has a sequence of additions of its own.
     The launcher takes fewer for Q blocks on a smaller device (ffi/src/splits.cc).
 
     >>> q_splits("none", Sizes(batch=1, queries=1024, keys=1024, heads=8, key_heads=8), 132)
@@ -420,8 +422,10 @@ def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int, ordered: bool =
     if not sizes.heads:
         return 1
     kv_blocks = sizes.padded_keys(_KEYS) // _KEYS
-    heads = _head_splits(sizes, kv_blocks / multiprocessors, ordered) if mask == "causal" else 1
-    if sizes.packed or ordered:
+    heads = (
+        _head_splits(sizes, kv_blocks / multiprocessors, deterministic) if mask == "causal" else 1
+    )
+    if sizes.packed or deterministic:
         return heads
     q_blocks = sizes.queries * sizes.group // WARPGROUP_ROWS
     # A CTA processes q_blocks / splits of them, and the last CTA reads `splits` parts.
@@ -431,13 +435,13 @@ def q_splits(mask: MaskKind, sizes: Sizes, multiprocessors: int, ordered: bool =
     return max(1, min(max(idle, uneven if mask == "causal" else 0), quickest), heads)
 
 
-def _head_splits(sizes: Sizes, kv_blocks_per_sm: float, ordered: bool) -> int:
+def _head_splits(sizes: Sizes, kv_blocks_per_sm: float, deterministic: bool) -> int:
     """How many CTAs divide the query heads of a group under a causal mask: the times are in
     docs/tuning/sm90_backward.md. The partial sums need at most as much memory as the sums of dq. If
-    additions are ``ordered``, large head dims divide any number of KV blocks: CTAs of one head wait
+    dq is ``deterministic``, large head dims divide any number of KV blocks: CTAs of one head wait
     for each other, and more heads run at a time.
     """
-    always = ordered and sizes.head_dim > 64
+    always = deterministic and sizes.head_dim > 64
     if sizes.group >= _LARGE_GROUP:
         most = 4 if always or kv_blocks_per_sm <= _KV_BLOCKS_FOR_FOUR else 2
     else:
@@ -445,7 +449,10 @@ def _head_splits(sizes: Sizes, kv_blocks_per_sm: float, ordered: bool) -> int:
         most = 2 if sizes.group >= _LEAST_GROUP and few else 1
     queries = (sizes.query_tokens or 0) // max(1, sizes.batch) if sizes.packed else sizes.queries
     q_blocks = queries * sizes.group // WARPGROUP_ROWS
-    most = min(most, q_blocks // (_LEAST_ORDERED_Q_BLOCKS if ordered else _LEAST_Q_BLOCKS_OF_HEADS))
+    most = min(
+        most,
+        q_blocks // (_LEAST_DETERMINISTIC_Q_BLOCKS if deterministic else _LEAST_Q_BLOCKS_OF_HEADS),
+    )
     return max([splits for splits in (2, 4) if splits <= most and not sizes.group % splits] or [1])
 
 
@@ -459,7 +466,7 @@ def dq_columns(spec: KernelSpec) -> int:
 
 def _needs_equal_work(spec: KernelSpec) -> bool:
     """Whether all KV blocks need the same work."""
-    return spec[MASK] != "causal" and not spec[VARLEN] and not spec.has_block_mask
+    return spec[MASK] != "causal" and not spec[PACKED] and not spec.has_block_mask
 
 
 def _sums_by_tma(spec: KernelSpec) -> bool:

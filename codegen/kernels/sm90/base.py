@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, TypeVar
 
 from jax_memeff.codegen import gpu, shared_memory
-from jax_memeff.codegen.features import BIAS, BROADCAST_BATCH, EXACT_DELTA, PAGES, VARLEN
+from jax_memeff.codegen.features import BIAS, BROADCAST_BATCH, DELTA_FROM_SCORES, PACKED, PAGES
 from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.gpu import Gpu
@@ -136,7 +136,7 @@ class WgmmaKernel(Kernel):
         reasons = []
         by_groups = self.consumer_groups(spec) > 1
         # Other kernels split the keys, but not those of float32 and of packed sequences.
-        can_split = spec.dtype not in F32_DTYPES and (not spec[VARLEN] or spec[PAGES].size > 0)
+        can_split = spec.dtype not in F32_DTYPES and (not spec[PACKED] or spec[PAGES].size > 0)
         if by_groups and strategy.query_rows != "consumer_groups":
             reasons.append("its consumer groups are for few work tiles whose keys are not long")
         elif not by_groups and strategy.splits_keys and can_split:
@@ -287,7 +287,7 @@ class WgmmaBackward(Backward, WgmmaKernel):
         """The kernel that takes delta from the scores, if it is asked for: tiles of query and dO,
         and two buffers each of keys and of values.
         """
-        if spec[EXACT_DELTA] is None:
+        if spec[DELTA_FROM_SCORES] is None:
             return ()
         columns = spec.padded_head_dim + spec.padded_value_dim
         shared_bytes = (_DELTA_ROWS + 2 * spec.tile.key) * columns * spec.element_bytes

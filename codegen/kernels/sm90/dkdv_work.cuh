@@ -198,7 +198,7 @@ struct DkdvSm90 {
     fence_tma_store();
     named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
     Origin const origin = key_origin<Config>(shape, work.item.batch);
-    int const bound = (Config::kVarlen ? key_length : shape.key_length) - work.column;
+    int const bound = (Config::kPacked ? key_length : shape.key_length) - work.column;
     store_part<Config, Tile>(map, tensor, tile, 0, origin.row + work.column, bound, work.item.head,
                              origin.batch, columns);
     wait_tma_stores();

@@ -230,12 +230,12 @@ struct FmhaBackwardTwoKernelDq
     fence_tma_store();
     named_barrier_sync(Owner::warpgroup_barrier(warpgroup), kWarpgroupSize);
     Origin const origin = query_origin<Config>(params.shape, work.item.batch);
-    int const row_bound = Config::kVarlen ? query_bound : params.shape.query_length - work.row;
+    int const row_bound = Config::kPacked ? query_bound : params.shape.query_length - work.row;
     store_part<Config, QueryTile>(maps.query_gradient, params.query_gradient, tiles,
                                   warpgroup * kWarpgroupRows, origin.row + work.row, row_bound,
                                   work.item.head, origin.batch, params.shape.head_dim);
     wait_tma_stores();
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       GridTiles<Config, GridRows::queries, kTileQuery> const grid = {params.shape};
       clear_query_gap<Config, kConsumers>(params, work.item, query_bound + work.row,
                                           grid.of_batch_index(work.item.batch));

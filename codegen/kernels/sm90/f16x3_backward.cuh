@@ -546,11 +546,11 @@ struct FmhaBackwardF16x3Dq {
       query_gradient(i) = beyond ? 0.0f : query_gradient(i) * params.scale.gradient_scale;
     }
     WorkItem const& item = work.item;
-    int const bound = Config::kVarlen ? query_bound : params.shape.query_length - work.row;
+    int const bound = Config::kPacked ? query_bound : params.shape.query_length - work.row;
     store_gradient<Config, QueryGrid>(params.query_gradient,
                                       query_origin<Config>(params.shape, item.batch), item.head,
                                       work.row, bound, params.shape.head_dim, query_gradient);
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       GridTiles<Config, GridRows::queries, kTileQuery> const grid = {params.shape};
       clear_query_gap<Config, kConsumers>(params, item, query_bound + work.row,
                                           grid.of_batch_index(item.batch));
@@ -654,7 +654,7 @@ struct F16x3DkdvWork {
     CUTE_UNROLL
     for (int i = 0; i < cute::size(gradient); ++i) gradient(i) *= scale;
     Origin const origin = key_origin<Config>(params.shape, work.item.batch);
-    int const bound = (Config::kVarlen ? key_length : params.shape.key_length) - work.column;
+    int const bound = (Config::kPacked ? key_length : params.shape.key_length) - work.column;
     store_gradient<Config, Grid>(tensor, origin, work.item.head, work.column, bound, columns,
                                  gradient);
   }
@@ -977,7 +977,7 @@ struct FmhaBackwardF16x3Dkdv : F16x3DkdvWork<Config> {
     } else if constexpr (Config::kKeyGradient) {
       F16x3GradientConsumer<Config>::run(params, work, control, tiles);
     }
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       GridTiles<Config, GridRows::keys, Base::kTileKey> const grid = {params.shape};
       clear_key_gap<Config, kConsumers>(
           params, work.item,

@@ -125,7 +125,9 @@ class FmhaBwdF16x3Sm90(F16x3Kernel, Backward, WgmmaKernel):
         return max(self.dq_bytes(spec), key_bytes)
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        def own(suffix: str, name: str, threads: int, shared_bytes: int = 0, **rest) -> EntryPoint:
+        def entry(
+            suffix: str, name: str, threads: int, shared_bytes: int = 0, **rest
+        ) -> EntryPoint:
             class_name = f"{self.class_name}{name}<Config>"
             return stage(spec, suffix, class_name, threads, shared_bytes, **rest)
 
@@ -139,19 +141,19 @@ class FmhaBwdF16x3Sm90(F16x3Kernel, Backward, WgmmaKernel):
 
         grid = Grid(parts)
         entries = [
-            own("split", "Split", SPLIT_THREADS, grid=grid),
-            own("preprocess", "Preprocess", spec.computing_threads),
+            entry("split", "Split", SPLIT_THREADS, grid=grid),
+            entry("preprocess", "Preprocess", spec.computing_threads),
         ]
         if "query" in spec.gradients:
             block_mask = spec.block_mask("queries")
             size = self.dq_bytes(spec)
-            entries.append(own("dq", "Dq", spec.threads, size, block_mask=block_mask))
+            entries.append(entry("dq", "Dq", spec.threads, size, block_mask=block_mask))
         if {"key", "value"} & set(spec.gradients):
             block_mask = spec.block_mask("keys", WARPGROUP_ROWS)
             size, _ = self.dkdv_bytes_and_buffers(spec)
             grid = key_tile_grid(spec)
             entries.append(
-                own("dkdv", "Dkdv", spec.threads, size, grid=grid, block_mask=block_mask)
+                entry("dkdv", "Dkdv", spec.threads, size, grid=grid, block_mask=block_mask)
             )
         return tuple(entries)
 

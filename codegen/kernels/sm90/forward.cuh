@@ -53,7 +53,7 @@
 
 namespace memeff {
 
-// Main loop: a consumer runs it for the work tiles that it has rows of.
+// Main loop of a consumer, for the work tiles in which it owns rows.
 //
 // Hazard: keep the state in local variables, and begin_output and end_output as lambdas. As members
 // of an object, or as functions, they change how ptxas assigns registers; so does a single function
@@ -74,7 +74,7 @@ struct ForwardMainLoopSm90 {
   using Modifiers = typename Kernel::Modifiers;
   using Operands = typename Kernel::Operands;
   using OutGrid = typename Kernel::OutGrid;
-  using Position = typename Consumer::Position;
+  using ConsumerState = typename Consumer::ConsumerState;
   using Probabilities = typename Kernel::Probabilities;
   using Queries = typename Operands::Queries;
   using ScoreGrid = typename Kernel::ScoreGrid;
@@ -86,7 +86,7 @@ struct ForwardMainLoopSm90 {
   static constexpr int kTileQuery = Kernel::kTileQuery;
   static constexpr bool kOutputFirst = Config::kOutputFirst;
   static_assert(!kOutputFirst || !Operands::kSequential);
-  // Whether lanes release buffers under a predicate, not after a branch. The branch ends a basic
+  // Lanes release buffers under a predicate, not after a branch. The branch ends a basic
   // block, which costs 3 % at head dim 128 with kOutputFirst. But without kOutputFirst, kernels
   // without the branch are 25 % slower.
   static constexpr bool kReleasesByPredicate = kOutputFirst;
@@ -99,7 +99,7 @@ struct ForwardMainLoopSm90 {
 
   // Computes all work tiles of one consumer.
   CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
-    Position at;
+    ConsumerState at;
     // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     at.group = kConsumerGroups > 1 ? at.warpgroup : 0;
@@ -124,7 +124,7 @@ struct ForwardMainLoopSm90 {
   // iteration computes P of a KV block while O += P V runs for the block before it, which may be
   // the last one of the previous work tile.
   CUTE_DEVICE static void compute_work_tiles(ForwardParams const& params, Control& control,
-                                             uint32_t tiles, WorkItem item, Position& at) {
+                                             uint32_t tiles, WorkItem item, ConsumerState& at) {
     Mask mask(params.mask, params.shape, item.batch);
     Blocks range(params, mask, item, at.group);
     int tile = range.first(mask, item, at.row_warpgroup);
@@ -207,7 +207,7 @@ struct ForwardMainLoopSm90 {
   // Takes the queries of a work tile, starts the copy of the bias of KV block `first`, and skips
   // the keys of the blocks from `end` on.
   CUTE_DEVICE static void begin_tile(ForwardParams const& params, Control& control, uint32_t tiles,
-                                     Position& at, Mask const& mask, WorkItem const& item,
+                                     ConsumerState& at, Mask const& mask, WorkItem const& item,
                                      Blocks const& range, int first, int end, Queries& queries) {
     take_queries(control, tiles, at, queries);
     modifiers_of(params, mask, item, tiles).load(first * kTileKey);
@@ -216,7 +216,7 @@ struct ForwardMainLoopSm90 {
 
   // Switches mask, range, tile, linear and softmax to the work tile `item`; `tile` is then one
   // above its first KV block.
-  CUTE_DEVICE static void change_work_tile(ForwardParams const& params, Position& at,
+  CUTE_DEVICE static void change_work_tile(ForwardParams const& params, ConsumerState& at,
                                            WorkItem const& item, Mask& mask, Blocks& range,
                                            int& tile, Linear& linear, Softmax& softmax) {
     if (!Mask::is_common(params.mask)) mask = Mask(params.mask, params.shape, item.batch);
@@ -230,7 +230,7 @@ struct ForwardMainLoopSm90 {
   // The probabilities of the first KV block of the first work tile.
   template <class Scores>
   CUTE_DEVICE static auto first_probabilities(ForwardParams const& params, Control& control,
-                                              uint32_t tiles, Position& at, Mask const& mask,
+                                              uint32_t tiles, ConsumerState& at, Mask const& mask,
                                               WorkItem const& item, Blocks const& range, int tile,
                                               Queries& queries, Scores& scores,
                                               Linear const& linear, Softmax& softmax) {
@@ -253,13 +253,13 @@ struct ForwardMainLoopSm90 {
   // Skips the values of the blocks above `tile`, the first KV block of a work tile, and zeros its
   // values beyond the key length.
   CUTE_DEVICE static void begin_values(ForwardParams const& params, Control& control,
-                                       uint32_t tiles, Position& at, Mask const& mask,
+                                       uint32_t tiles, ConsumerState& at, Mask const& mask,
                                        Blocks const& range, int tile) {
     Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
     Consumer::clear_values(control, mask, params.shape, tile, at.value, tiles, at.warpgroup);
   }
 
-  CUTE_DEVICE static void take_queries(Control& control, uint32_t tiles, Position const& at,
+  CUTE_DEVICE static void take_queries(Control& control, uint32_t tiles, ConsumerState const& at,
                                        Queries& queries) {
     control.query[at.row_warpgroup].wait(at.query);
     queries.take(Kernel::queries(tiles, at.query), at.row_warpgroup);
@@ -269,9 +269,10 @@ struct ForwardMainLoopSm90 {
   // behind it, and kRunning products may still run afterwards.
   template <int kRunning, class Scores, class BeginOutput>
   CUTE_DEVICE static Ahead multiply_keys(ForwardParams const& params, Control& control,
-                                         uint32_t tiles, Position const& at, WorkItem const& item,
-                                         int tile, Queries const& queries, Linear const& linear,
-                                         Scores& scores, BeginOutput const& begin_output) {
+                                         uint32_t tiles, ConsumerState const& at,
+                                         WorkItem const& item, int tile, Queries const& queries,
+                                         Linear const& linear, Scores& scores,
+                                         BeginOutput const& begin_output) {
     Turns::take(at.warpgroup);
     begin_scores(tiles, at, queries, linear, scores);
     if constexpr (!Operands::kSequential) begin_output();
@@ -284,7 +285,7 @@ struct ForwardMainLoopSm90 {
 
   // Releases the keys of a KV block and, after the last block of a work tile, its queries. With
   // shared diagonals modify() releases the keys.
-  CUTE_DEVICE static void release_operands(Control& control, Position const& at,
+  CUTE_DEVICE static void release_operands(Control& control, ConsumerState const& at,
                                            bool ends_work_tile) {
     if constexpr (kReleasesByPredicate) {
       if (!Diagonals::kIsOn && at.leader) control.key.release(at.key);
@@ -297,8 +298,9 @@ struct ForwardMainLoopSm90 {
   }
 
   template <class Scores>
-  CUTE_DEVICE static void begin_scores(uint32_t tiles, Position const& at, Queries const& queries,
-                                       Linear const& linear, Scores& scores) {
+  CUTE_DEVICE static void begin_scores(uint32_t tiles, ConsumerState const& at,
+                                       Queries const& queries, Linear const& linear,
+                                       Scores& scores) {
     fence_accumulators(scores);
     begin_products();
     Operands::multiply_keys(scores,
@@ -311,8 +313,8 @@ struct ForwardMainLoopSm90 {
   // Computes the modifiers of probabilities and the reads of a score function while products run.
   // The redundant waits keep ptxas from mixing them with the wgmmas before or the code after.
   CUTE_DEVICE static Ahead compute_ahead(ForwardParams const& params, Control& control,
-                                         uint32_t tiles, Position const& at, WorkItem const& item,
-                                         int tile) {
+                                         uint32_t tiles, ConsumerState const& at,
+                                         WorkItem const& item, int tile) {
     if constexpr (Probabilities::kIsEarly || FunctionReads::kAny) {
       control.key.wait_again(at.key);
     }
@@ -325,17 +327,17 @@ struct ForwardMainLoopSm90 {
   }
 
   CUTE_DEVICE static FunctionReads function_reads(ForwardParams const& params, uint32_t tiles,
-                                                  Position const& position,
+                                                  ConsumerState const& consumer,
                                                   ScoreTilePosition const& at) {
     if constexpr (Diagonals::kIsOn) {
-      return {Kernel::diagonals(tiles, position.key)};
+      return {Kernel::diagonals(tiles, consumer.key)};
     } else {
       return {params, at};
     }
   }
 
   template <class Scores>
-  CUTE_DEVICE static void unscale(uint32_t tiles, Position const& at, Scores& scores) {
+  CUTE_DEVICE static void unscale(uint32_t tiles, ConsumerState const& at, Scores& scores) {
     fence_accumulators(scores);
     Operands::unscale(scores, Kernel::queries(tiles, at.query), Kernel::keys(tiles, at.key),
                       at.row_warpgroup);
@@ -346,9 +348,9 @@ struct ForwardMainLoopSm90 {
   template <class Scores>
   CUTE_DEVICE static void modify(ForwardParams const& params, Control& control, Mask const& mask,
                                  WorkItem const& item, int tile, Blocks const& range,
-                                 uint32_t tiles, Position& position, Linear const& linear,
+                                 uint32_t tiles, ConsumerState& consumer, Linear const& linear,
                                  FunctionReads const& reads, Scores& scores) {
-    if constexpr (!Diagonals::kIsOn) Consumer::advance(position.key);
+    if constexpr (!Diagonals::kIsOn) Consumer::advance(consumer.key);
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
     Modifiers const modifiers = modifiers_of(params, mask, item, tiles, &reads);
@@ -356,11 +358,11 @@ struct ForwardMainLoopSm90 {
     linear.modify([&] { modifiers.forward(scores, at, column); });
     if constexpr (Diagonals::kIsOn) {
       __syncwarp();  // all lanes have used the diagonals
-      if (position.leader) control.key.release(position.key);
-      Consumer::advance(position.key);
+      if (consumer.leader) control.key.release(consumer.key);
+      Consumer::advance(consumer.key);
     }
     modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
-    int const warpgroup = position.row_warpgroup;
+    int const warpgroup = consumer.row_warpgroup;
     bool const partial = range.is_partial(tile, warpgroup) &&
                          may_be_masked(params, mask, at, warpgroup * kWarpgroupRows);
     mask.template apply<kWarpgroupRows, kTileKey>(scores, params, at, partial,
@@ -371,8 +373,8 @@ struct ForwardMainLoopSm90 {
     }
   }
 
-  // Whether a mask function may be false in a KV block, for the rows of a consumer from `own_row`
-  // on; always true if block masks decide instead.
+  // False if the mask function is true for all of a KV block and a consumer's rows from `own_row`
+  // on. Always true if block masks decide instead.
   CUTE_DEVICE static bool may_be_masked(ForwardParams const& params, Mask const& mask,
                                         ScoreTilePosition at, int own_row) {
     if constexpr (decides_tiles<Config>()) {
@@ -385,12 +387,13 @@ struct ForwardMainLoopSm90 {
     return true;
   }
 
-  // The modified probabilities of a KV block as an operand. With kScalesRows it needs the factors
-  // of the values that it will be multiplied with.
+  // The modified probabilities of a KV block as an operand. With kScalesRows they are multiplied by
+  // factors of the values, so the values must have arrived.
   template <class Scores>
   CUTE_DEVICE static auto probabilities_of(ForwardParams const& params, Control& control,
-                                           uint32_t tiles, Position const& at, WorkItem const& item,
-                                           int tile, KeptBlocks const& kept, Scores& scores) {
+                                           uint32_t tiles, ConsumerState const& at,
+                                           WorkItem const& item, int tile, KeptBlocks const& kept,
+                                           Scores& scores) {
     if constexpr (Operands::kScalesRows) control.value.wait(at.value);
     auto probabilities = Operands::probabilities(scores, Kernel::values(tiles, at.value));
     Probabilities::forward(params, kept, item.batch, item.head, item.tile * kTileQuery,

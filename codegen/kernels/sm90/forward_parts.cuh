@@ -65,12 +65,12 @@ struct MappedOperands {
   static constexpr int kQueryBytes = QueryTile::kBytes / kRowWarpgroups;  // per consumer
   static constexpr int kHeadSteps = Config::kHeadDim / 16;
   static constexpr int kKeySteps = Config::kTileKey / 16;
-  // Whether the main loop must zero values beyond a length: they lie in the tensor and may be NaN.
+  // The main loop must zero values beyond a length: they lie in the tensor and may be NaN.
   static constexpr bool kClearsValues = true;
-  // Whether probabilities depend on the values that they are multiplied with.
+  // Probabilities are multiplied by factors of the values.
   static constexpr bool kScalesRows = false;
-  // Whether the product of scores waits for the product with the previous KV block's values. A
-  // consumer without registers for both overlaps only with the products of other consumers.
+  // The product of scores waits for the product with the previous KV block's values. A consumer
+  // without registers for both overlaps only with the products of other consumers.
   static constexpr bool kSequential = false;
   static constexpr int kProducerRegisters = 32;
 
@@ -84,8 +84,8 @@ struct MappedOperands {
   static constexpr bool kRegisterQueries =
       Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kHeadDim / 4 >= main_loop_registers<Config>();
-  // Whether the modifiers of a KV block's probabilities are computed while the product of its
-  // scores runs, or only when they are needed.
+  // The modifiers of a KV block's probabilities are computed while the product of its scores runs,
+  // not only when they are needed.
   static constexpr bool kModifiesEarly =
       Config::kConsumerGroups == 1 &&
       kLeftRegisters - Config::kTileKey / 8 >= 32 + (Config::kBias ? 48 : 0) + (kWindow ? 16 : 0);
@@ -213,14 +213,15 @@ struct MappedOperands {
 // Output of a consumer, written after the last KV block of its rows.
 
 // Writes zeros to the rows [row, row_end) of a work tile's output, and `number` to its statistics
-// of these rows, with the threads of a warpgroup. These rows are not valid, but may exist.
+// of these rows, with the threads of a warpgroup. They are beyond the query length, perhaps still
+// within the array.
 template <class Config>
 CUTE_DEVICE void write_empty_rows(ProblemShape const& shape, TensorView const& out,
                                   float* statistics, float number, WorkItem const& item,
                                   int query_length, int row, int row_end) {
   using Element = typename Config::Element;
   // Hazard: the rows after a packed sequence belong to the next one.
-  int const end = min(row_end, Config::kVarlen ? query_length : shape.query_length);
+  int const end = min(row_end, Config::kPacked ? query_length : shape.query_length);
   if (row >= end) return;
   Origin const origin = query_origin<Config>(shape, item.batch);
   float* const of_head = statistics + logsumexp_offset<Config>(shape, origin, item.head);
@@ -452,7 +453,7 @@ struct ForwardProducerSm90 {
   // call. Packed sequences take it at the first block, because the scheduler may have to skip idle
   // work tiles, and each of them costs a round trip to the counter.
   CUTE_DEVICE static bool takes_next_before(Blocks const& range, int tile) {
-    if constexpr (Config::kVarlen) return tile == range.end - 1;
+    if constexpr (Config::kPacked) return tile == range.end - 1;
     if constexpr (Config::kBlockMask) return tile == range.begin;  // the one above may be empty
     return tile == min(range.begin + 1, range.end - 1);
   }
@@ -495,7 +496,7 @@ struct ForwardProducerSm90 {
 
   // Whether the tile is beyond the end of a packed sequence, and there is no gap after it to clear.
   CUTE_DEVICE static bool is_idle(ForwardParams const& params, WorkTile const& work_tile) {
-    if constexpr (!Config::kVarlen) return false;
+    if constexpr (!Config::kPacked) return false;
     if (work_tile.item.batch < 0) return false;
     if (work_tile.item.tile * kTileQuery < work_tile.query_length) return false;
     return params.keeps_gaps ||
@@ -552,8 +553,8 @@ struct WorkTileConsumerSm90 {
     }
   }
 
-  // A consumer's position in each ring.
-  struct Position {
+  // A consumer's stage in each ring.
+  struct ConsumerState {
     int warpgroup;
     int group;
     int row_warpgroup;
@@ -565,7 +566,7 @@ struct WorkTileConsumerSm90 {
   };
 
   // Skips the keys of `count` KV blocks, and the turns in which their products would be issued.
-  CUTE_DEVICE static void skip_keys(Control& control, Position& at, int count) {
+  CUTE_DEVICE static void skip_keys(Control& control, ConsumerState& at, int count) {
     CUTE_NO_UNROLL
     for (int i = 0; Turns::kIsEnabled && i < count; ++i) {
       Turns::take(at.warpgroup);
@@ -574,7 +575,7 @@ struct WorkTileConsumerSm90 {
     skip(control.key, at.key, count, at.leader);
   }
 
-  CUTE_DEVICE static void release_work_tile(Control& control, Position& at) {
+  CUTE_DEVICE static void release_work_tile(Control& control, ConsumerState& at) {
     __syncwarp();
     if (at.leader) control.work_tile.release(at.slot);
     at.slot.advance();
@@ -587,7 +588,7 @@ struct WorkTileConsumerSm90 {
   }
 
   // The next work tile, with a batch of -1 if this consumer has no rows in it.
-  CUTE_DEVICE static WorkItem next_work_tile(Control& control, Position const& at) {
+  CUTE_DEVICE static WorkItem next_work_tile(Control& control, ConsumerState const& at) {
     PipelineStage<kWorkTileStages> next = at.slot;
     next.advance();
     WorkTile const work_tile = control.take_work_tile(next);
@@ -599,7 +600,7 @@ struct WorkTileConsumerSm90 {
   // alternately, because a consumer that needs both would otherwise wait for the ring that lags
   // behind.
   CUTE_DEVICE static void skip_work_tile(Params const& params, Control& control,
-                                         WorkItem const& item, Position& at) {
+                                         WorkItem const& item, ConsumerState& at) {
     Mask const mask(params.mask, params.shape, item.batch);
     Blocks const range(params, mask, item);
     PipelineStage<kQueryStages> query = at.query;
@@ -660,7 +661,7 @@ struct WorkTileConsumerSm90 {
 
   // Clears this work tile's part of the queries that belong to no sequence.
   CUTE_DEVICE static void clear_gap(Params const& params, WorkItem const& item, int length) {
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       OutputWriter::template clear_gap<Kernel::kConsumers>(
           params, item, length,
           typename Kernel::Schedule::Grid{params.shape}.of_batch_index(item.batch));
@@ -677,7 +678,7 @@ struct ForwardConsumerSm90 : WorkTileConsumerSm90<Config, Kernel> {
   using Linear = typename Kernel::Linear;
   using Merge = typename Kernel::Merge;
   using OutputWriter = typename Kernel::OutputWriter;
-  using Position = typename Shared::Position;
+  using ConsumerState = typename Shared::ConsumerState;
   using Softmax = typename Kernel::Softmax;
   static constexpr int kConsumerGroups = Kernel::kConsumerGroups;
 
@@ -685,7 +686,7 @@ struct ForwardConsumerSm90 : WorkTileConsumerSm90<Config, Kernel> {
   // merging those of all consumer groups.
   template <class Output>
   CUTE_DEVICE static void finish_work_tile(ForwardParams const& params, Control& control,
-                                           uint32_t tiles, Position& at, Linear const& linear,
+                                           uint32_t tiles, ConsumerState& at, Linear const& linear,
                                            Softmax softmax, Output& output) {
     auto const [item, query_length] = control.work_tiles[at.slot.index];
     Merge::run(tiles + Kernel::kMergeOffset, softmax, output, linear.softmax_scale(params.scale));

@@ -512,8 +512,8 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     }
   };
 
-  // Positions in the ring and in the sequence of messages.
-  struct Position {
+  // Places in the ring and in the sequence of messages.
+  struct ConsumerState {
     int warpgroup;
     Stage scores;   // the first panel of the next tile of scores
     Stage sum;      // the first panel of the next sum
@@ -522,7 +522,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
 
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps,
                               Work const& work, Control& control, uint32_t tiles, int rank) {
-    Position at;
+    ConsumerState at;
     // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     Role const role(params, work, control, tiles, rank);
@@ -547,7 +547,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
 
  private:
   CUTE_DEVICE static void compute(Role const& role, Work const& work, Control& control,
-                                  uint32_t tiles, Position& at, Sums& sums) {
+                                  uint32_t tiles, ConsumerState& at, Sums& sums) {
     Base::begin_score_sums(at.warpgroup);
     int block = at.warpgroup;
     if (block == 0) {
@@ -572,7 +572,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
   // separates them from the wait for other products.
   template <bool kFollows>
   CUTE_DEVICE static void add_own_block(Role const& role, Control& control, uint32_t tiles,
-                                        Position& at, int block, Sums& sums) {
+                                        ConsumerState& at, int block, Sums& sums) {
     Base::template clear_beyond<RoleTiles>(control, tiles, at.warpgroup, at.scores,
                                            role.valid_rows(block));
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
@@ -585,8 +585,8 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     if constexpr (kFollows) end_sum(control, at, sums);
   }
 
-  CUTE_DEVICE static void add_sum(Role const& role, Control& control, uint32_t tiles, Position& at,
-                                  Sums& sums) {
+  CUTE_DEVICE static void add_sum(Role const& role, Control& control, uint32_t tiles,
+                                  ConsumerState& at, Sums& sums) {
     begin_sum(role, control, tiles, at, sums);
     end_sum(control, at, sums);
   }
@@ -615,7 +615,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
   // Starts the sum of the next block: each panel is a group of products, so that panels are
   // released one after the other.
   CUTE_DEVICE static void begin_sum(Role const& role, Control& control, uint32_t tiles,
-                                    Position& at, Sums& sums) {
+                                    ConsumerState& at, Sums& sums) {
     Base::wait_message(control, Role::link(role.rank), at.block & 1);
     Operand const left = Base::load_message(tiles, 0);
     uint32_t rights[kParts];
@@ -640,7 +640,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
 
   // Waits for the sum, and releases the panels of the block. Both consumers release every panel,
   // including those of the other one, as their own panels finish.
-  CUTE_DEVICE static void end_sum(Control& control, Position& at, Sums& sums) {
+  CUTE_DEVICE static void end_sum(Control& control, ConsumerState& at, Sums& sums) {
     cute::for_each(cute::make_seq<kParts>{}, [&](auto part) {
       wait_products<kParts - 1 - part>();
       Stage stage = at.sum;
@@ -769,8 +769,8 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
   // Stores the gradient from a tile in shared memory. One warpgroup calls it.
   CUTE_DEVICE void store(BackwardMaps const& maps, uint32_t tile) const {
     ProblemShape const& shape = params.shape;
-    int const length = kOwnsKeys ? (Config::kVarlen ? work.key_length : shape.key_length)
-                                 : (Config::kVarlen ? work.query_length : shape.query_length);
+    int const length = kOwnsKeys ? (Config::kPacked ? work.key_length : shape.key_length)
+                                 : (Config::kPacked ? work.query_length : shape.query_length);
     Origin const origin = kOwnsKeys ? key_origin<Config>(shape, work.item.batch)
                                     : query_origin<Config>(shape, work.item.batch);
     store_part<Config, typename Tiles::OwnTile>(
@@ -783,7 +783,7 @@ struct LargeDimScoreRole : LargeDimCluster<Config, kOwned> {
 
   // Writes zeros to the gradients of tokens that belong to no sequence.
   CUTE_DEVICE void clear_gap() const {
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       ProblemShape const& shape = params.shape;
       if (Base::column_part() > 0) return;
       if constexpr (kOwnsKeys) {
@@ -899,7 +899,7 @@ struct LargeDimOutRole : LargeDimCluster<Config, kOwned> {
 
   CUTE_DEVICE void store(BackwardMaps const& maps, uint32_t tile) const {
     ProblemShape const& shape = params.shape;
-    int const length = Config::kVarlen ? work.key_length : shape.key_length;
+    int const length = Config::kPacked ? work.key_length : shape.key_length;
     Origin const origin = key_origin<Config>(shape, work.item.batch);
     store_part<Config, typename Tiles::OwnTile>(maps.value_gradient, params.value_gradient, tile, 0,
                                                 origin.row + work.own_row, length - work.own_row,

@@ -167,7 +167,7 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         return max(self.cluster_bytes(spec, owner) for owner in ("queries", "keys"))
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        def own(suffix: str, owner: str, grid: Grid) -> EntryPoint:
+        def entry(suffix: str, owner: str, grid: Grid) -> EntryPoint:
             ctas = self.cluster(spec, owner).ctas
             entry = stage(
                 spec,
@@ -183,9 +183,9 @@ class FmhaBwdLargeDimSm90(WgmmaBackward):
         preprocess = f"{self.class_name}Preprocess<Config>"
         entries = [stage(spec, "preprocess", preprocess, spec.computing_threads)]
         if "query" in spec.gradients:
-            entries.append(own("dq", "queries", query_tile_grid(spec)))
+            entries.append(entry("dq", "queries", query_tile_grid(spec)))
         if {"key", "value"} & set(spec.gradients):
-            entries.append(own("dkdv", "keys", key_tile_grid(spec)))
+            entries.append(entry("dkdv", "keys", key_tile_grid(spec)))
         return tuple(entries)
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:

@@ -139,8 +139,8 @@ struct LargeDimConsumerSm90 {
   static constexpr int kTileKey = Kernel::kTileKey;
   static constexpr int kTileQuery = Kernel::kTileQuery;
 
-  // A consumer's position in the rings.
-  struct Position {
+  // A consumer's stages in the rings.
+  struct ConsumerState {
     int warpgroup;
     int own_parity = 0;  // of the KV blocks whose scores it computes
     int other_parity = 0;
@@ -149,7 +149,7 @@ struct LargeDimConsumerSm90 {
   };
 
   CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
-    Position at;
+    ConsumerState at;
     // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     WorkItem const item = Kernel::item(params.shape, params.bias);
@@ -173,7 +173,7 @@ struct LargeDimConsumerSm90 {
   template <class Output>
   CUTE_DEVICE static void compute(ForwardParams const& params, Control& control, uint32_t tiles,
                                   WorkItem const& item, Mask const& mask, TileRange const& range,
-                                  Position& at, Softmax& softmax, Output& output) {
+                                  ConsumerState& at, Softmax& softmax, Output& output) {
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
     Turns::begin(at.warpgroup);
     wait_barrier(control.query, 0);
@@ -204,7 +204,7 @@ struct LargeDimConsumerSm90 {
   // separates them from the wait for other products.
   template <bool kFollows, class Scores, class Output>
   CUTE_DEVICE static void add_own_block(ForwardParams const& params, Control& control,
-                                        uint32_t tiles, Position& at, Mask const& mask,
+                                        uint32_t tiles, ConsumerState& at, Mask const& mask,
                                         WorkItem const& item, int block, Scores& scores,
                                         Softmax& softmax, Output& output) {
     begin_scores(control, tiles, at, scores);
@@ -242,7 +242,7 @@ struct LargeDimConsumerSm90 {
   // Hazard: consumers wait for keys in turn. This one skipped those of the previous KV block, and a
   // wait for the phase after next of a barrier would return at once.
   template <class Scores>
-  CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, Position const& at,
+  CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, ConsumerState const& at,
                                        Scores& scores) {
     auto stage = at.key;
     Turns::take(at.warpgroup);
@@ -262,7 +262,7 @@ struct LargeDimConsumerSm90 {
 
   // Releases the keys of a KV block, each panel by a different lane, and skips those of the next KV
   // block, which the other consumer reads.
-  CUTE_DEVICE static void release_keys(Control& control, Position& at) {
+  CUTE_DEVICE static void release_keys(Control& control, ConsumerState& at) {
     static_assert(kKeyPanels <= kWarpSize);
     int const panel = int(threadIdx.x) % kWarpSize;
     if (panel < kKeyPanels) {
@@ -274,9 +274,9 @@ struct LargeDimConsumerSm90 {
     at.key.advance(kKeyPanels);
     pass_keys(at);
   }
-  CUTE_DEVICE static void pass_keys(Position& at) { at.key.advance(kKeyPanels); }
+  CUTE_DEVICE static void pass_keys(ConsumerState& at) { at.key.advance(kKeyPanels); }
 
-  CUTE_DEVICE static void release_values(Control& control, Position& at) {
+  CUTE_DEVICE static void release_values(Control& control, ConsumerState& at) {
     if (threadIdx.x % kWarpSize == 0) {
       arrive_barrier(control.value[at.warpgroup].empty[at.value.index]);
     }
@@ -286,7 +286,7 @@ struct LargeDimConsumerSm90 {
 
   // Passes the probabilities of a KV block to the other consumer, with the softmax references.
   template <class Probabilities>
-  CUTE_DEVICE static void publish(Control& control, uint32_t tiles, Position& at,
+  CUTE_DEVICE static void publish(Control& control, uint32_t tiles, ConsumerState& at,
                                   Softmax const& softmax,
                                   typename Softmax::Correction const& correction,
                                   Probabilities const& probabilities) {
@@ -304,7 +304,7 @@ struct LargeDimConsumerSm90 {
   // Adds P V of a KV block whose probabilities this consumer has in registers.
   template <class Probabilities, class Output>
   CUTE_DEVICE static void multiply_own_values(ForwardParams const& params, Control& control,
-                                              uint32_t tiles, Position& at, Mask const& mask,
+                                              uint32_t tiles, ConsumerState& at, Mask const& mask,
                                               int block, Probabilities const& probabilities,
                                               Output& output) {
     take_values(params, control, tiles, at, mask, block);
@@ -321,8 +321,9 @@ struct LargeDimConsumerSm90 {
   // Starts O += P V of a KV block of the other consumer, whose probabilities are in shared memory.
   template <class Output>
   CUTE_DEVICE static void begin_other_values(ForwardParams const& params, Control& control,
-                                             uint32_t tiles, Position const& at, Mask const& mask,
-                                             int block, Softmax& softmax, Output& output) {
+                                             uint32_t tiles, ConsumerState const& at,
+                                             Mask const& mask, int block, Softmax& softmax,
+                                             Output& output) {
     take_values(params, control, tiles, at, mask, block);
     wait_barrier(control.probabilities[1 - at.warpgroup], at.other_parity);
     random_sleep();
@@ -336,7 +337,7 @@ struct LargeDimConsumerSm90 {
   }
 
   template <class Output>
-  CUTE_DEVICE static void end_other_values(Control& control, Position& at, Output& output) {
+  CUTE_DEVICE static void end_other_values(Control& control, ConsumerState& at, Output& output) {
     wait_products<0>();
     fence_accumulators(output);
     release_values(control, at);
@@ -346,7 +347,7 @@ struct LargeDimConsumerSm90 {
   // Waits for this consumer's columns of the values of a KV block, and zeros those beyond the key
   // length, where 0 * NaN would be NaN.
   CUTE_DEVICE static void take_values(ForwardParams const& params, Control& control, uint32_t tiles,
-                                      Position const& at, Mask const& mask, int block) {
+                                      ConsumerState const& at, Mask const& mask, int block) {
     control.value[at.warpgroup].wait(at.value);
     int const column = block * kTileKey;
     if (!reads_beyond<Config>(mask.key_length, column + kTileKey, params.shape.key_length)) return;
@@ -356,8 +357,8 @@ struct LargeDimConsumerSm90 {
     named_barrier_sync(Kernel::warpgroup_barrier(at.warpgroup), kWarpgroupSize);
   }
 
-  CUTE_DEVICE static DescriptorOperand<ValueTile, Contiguous::outer> values(uint32_t tiles,
-                                                                            Position const& at) {
+  CUTE_DEVICE static DescriptorOperand<ValueTile, Contiguous::outer> values(
+      uint32_t tiles, ConsumerState const& at) {
     return operand<ValueTile, Contiguous::outer>(Kernel::values(tiles, at.warpgroup, at.value));
   }
 
@@ -381,7 +382,7 @@ struct LargeDimConsumerSm90 {
       Kernel::Output::write_empty(params, item, query_length, max(row, query_length),
                                   row + kTileQuery);
     }
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       GridTiles<Config, GridRows::queries, kTileQuery> const grid = {params.shape};
       clear_query_gap<Config, Kernel::kConsumers>(params, item, query_length,
                                                   grid.of_batch_index(item.batch));

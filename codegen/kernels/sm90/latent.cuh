@@ -46,8 +46,8 @@
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/core/warp_grid.cuh>
+#include <memeff/layout/gqa_rows.cuh>
 #include <memeff/layout/key_value_source.cuh>
-#include <memeff/layout/packed_rows.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/layout/tma_tile.cuh>
@@ -138,13 +138,13 @@ struct LatentQueriesSm90 {
   }
 
  private:
-  // The address of a packed row of the query.
+  // The address of a row of the query.
   struct Row {
     unsigned low;
     unsigned high;
 
     CUTE_DEVICE Row(ForwardParams const& params, KeyPart const& part, int row) {
-      PackedRows<true> const rows(params.shape);
+      GqaRows<true> const rows(params.shape);
       Origin const origin = query_origin<Config>(params.shape, part.batch);
       auto const address = reinterpret_cast<unsigned long long>(
           row_pointer<Element>(params.query, origin.batch, origin.row + rows.query(row),
@@ -251,9 +251,9 @@ struct LatentProducerSm90 {
   }
 
  private:
-  // How many KV blocks ahead a block is prefetched into L2. It can be loaded only when its buffer
-  // is free, when both consumers already wait for it. The latency of DRAM would be exposed then, so
-  // one of the CTAs that read the block prefetches it.
+  // How many KV blocks ahead of its copy a block is prefetched into L2. The copy must wait for a
+  // free buffer, and then both consumers already wait for the block. So one of the CTAs that read
+  // the block prefetches it; otherwise they would wait for DRAM.
   static constexpr int kPrefetched = 1;
 
   // Copies a box to all CTAs that share it.
@@ -284,8 +284,8 @@ struct LatentProducerSm90 {
 // The kernel calls produce_keys() with one warp per column group, in place of a thread of
 // LatentProducerSm90. Both fill the same buffers, so consumers do not depend on the pool.
 //
-// A warp converts every third panel of a KV block. CTAs do not share keys: an own copy in float8
-// has as many bytes as half of a copy in 16 bits, which a CTA reads if they do.
+// A warp converts every third panel of a KV block. CTAs do not share keys: a whole block in float8
+// has as many bytes as the half in 16 bits that each would copy if they did.
 template <class Config, class Kernel>
 struct LatentFloat8ProducerSm90 {
   using Element = typename Config::Element;
@@ -346,7 +346,7 @@ struct LatentFloat8ProducerSm90 {
     return min(panel / Kernel::kValuePanels, Kernel::kColumnGroups - 1);
   }
 
-  // The keys of a part, and where those of the current KV block are.
+  // The keys of a part, and the rows of the current KV block.
   struct Keys {
     KeyValueSource<Config> source;
     int key_length;
@@ -393,8 +393,8 @@ struct LatentFloat8ProducerSm90 {
                           uint32_t (&bytes)[kSteps][4]) const {
       using Float8 = KeyValueElement<Config>;
       int const column = panel * KeyTile::kPanelColumns + lane_column();
-      // Hidden values: else the compiler keeps the addresses and conditions of all rows of a block
-      // in registers, and spills others.
+      // The values are hidden from the compiler, or it keeps the addresses and conditions of all
+      // rows of a block in registers, and spills others.
       unsigned left = unsigned(max(key_length - first, 0));
       hide_value(left);
       left = column < params.shape.head_dim ? left : 0;
@@ -490,7 +490,7 @@ struct LatentOutputSm90 {
                                 int warpgroup, int first_column, Softmax const& softmax,
                                 Accumulators const& output) {
     ProblemShape const& shape = params.shape;
-    PackedRows<true> const rows(shape);
+    GqaRows<true> const rows(shape);
     Origin const origin = query_origin<Config>(shape, part.batch);
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
@@ -692,9 +692,9 @@ struct LatentConsumerSm90 {
   static constexpr int kTileKey = Kernel::kTileKey;
   static constexpr int kTileQuery = Kernel::kTileQuery;
 
-  // A consumer's position in the rings. The KV blocks whose scores it owns are in the buffer with
+  // A consumer's stages in the rings. The KV blocks whose scores it owns are in the buffer with
   // its number.
-  struct Position {
+  struct ConsumerState {
     int warpgroup;
     bool leader;         // one per warp
     int releases;        // the CTA in whose barriers this lane releases keys, or -1
@@ -707,7 +707,7 @@ struct LatentConsumerSm90 {
 
   CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles,
                               int sharers) {
-    Position at;
+    ConsumerState at;
     // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     int const lane = int(threadIdx.x) % kWarpSize;
@@ -725,7 +725,7 @@ struct LatentConsumerSm90 {
 
  private:
   // All lanes of a warp call it when they have read the part.
-  CUTE_DEVICE static void release_part(Control& control, Position& at) {
+  CUTE_DEVICE static void release_part(Control& control, ConsumerState& at) {
     __syncwarp();
     if (at.leader) control.work.release(at.slot);
     at.slot.advance();
@@ -733,7 +733,7 @@ struct LatentConsumerSm90 {
 
   // Computes a part: the KV blocks [begin, end) of a row tile, two at a time, one per consumer.
   CUTE_DEVICE static void compute(ForwardParams const& params, Control& control, uint32_t tiles,
-                                  KeyPart const& part, Position& at) {
+                                  KeyPart const& part, ConsumerState& at) {
     Mask const mask(params.mask, params.shape, part.batch);
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
@@ -799,7 +799,7 @@ struct LatentConsumerSm90 {
   // separates them from the wait for other products.
   template <bool kFollows, class Scores, class Output>
   CUTE_DEVICE static void add_own_block(ForwardParams const& params, Control& control,
-                                        uint32_t tiles, Position& at, Mask const& mask,
+                                        uint32_t tiles, ConsumerState& at, Mask const& mask,
                                         KeyPart const& part, int block, Scores& scores,
                                         Softmax& softmax, Output& output) {
     add_scores(control, tiles, at, 0, kOwnPanels, scores);
@@ -827,7 +827,7 @@ struct LatentConsumerSm90 {
   // product reads one panel, as soon as it has arrived. The panels that this consumer has released
   // itself come first.
   template <class Scores>
-  CUTE_DEVICE static void add_scores(Control& control, uint32_t tiles, Position const& at,
+  CUTE_DEVICE static void add_scores(Control& control, uint32_t tiles, ConsumerState const& at,
                                      int begin, int end, Scores& scores) {
     auto& barriers = control.keys[at.warpgroup];
     uint32_t const keys = Kernel::keys(tiles, at.warpgroup);
@@ -850,7 +850,7 @@ struct LatentConsumerSm90 {
   // Passes the probabilities of a KV block to the other consumer, with the softmax references.
   template <class Probabilities>
   CUTE_DEVICE static void publish(ForwardParams const& params, Control& control, uint32_t tiles,
-                                  Position const& at, Mask const& mask, KeyPart const& part,
+                                  ConsumerState const& at, Mask const& mask, KeyPart const& part,
                                   int block, Softmax const& softmax,
                                   typename Softmax::Correction const& correction,
                                   Probabilities const& probabilities) {
@@ -882,7 +882,7 @@ struct LatentConsumerSm90 {
   // Computes O += P V of a KV block of the other consumer, whose probabilities are in shared
   // memory.
   template <class Output>
-  CUTE_DEVICE static void add_other_values(Control& control, uint32_t tiles, Position& at,
+  CUTE_DEVICE static void add_other_values(Control& control, uint32_t tiles, ConsumerState& at,
                                            Softmax& softmax, Output& output) {
     int const other = 1 - at.warpgroup;
     wait_barrier(control.probabilities[other], at.other_parity);
@@ -903,7 +903,7 @@ struct LatentConsumerSm90 {
 
   // Computes O += P V for this consumer's columns of the values in a buffer, and releases them.
   template <class Probabilities, class Output>
-  CUTE_DEVICE static void add_values(Control& control, uint32_t tiles, Position const& at,
+  CUTE_DEVICE static void add_values(Control& control, uint32_t tiles, ConsumerState const& at,
                                      int buffer, Probabilities const& probabilities,
                                      Output& output) {
     uint32_t const values = Kernel::keys(tiles, buffer) + at.warpgroup * ValueTile::kBytes;
@@ -919,7 +919,7 @@ struct LatentConsumerSm90 {
 
   // Releases a column group of a buffer in all CTAs that share its keys. All lanes of a warp call
   // it.
-  CUTE_DEVICE static void release_keys(Control& control, Position const& at, int buffer,
+  CUTE_DEVICE static void release_keys(Control& control, ConsumerState const& at, int buffer,
                                        int group) {
     if (at.releases >= 0) arrive_cluster_barrier(control.keys[buffer].empty[group], at.releases);
     random_sleep();

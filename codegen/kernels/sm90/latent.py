@@ -12,8 +12,8 @@ from jax_memeff.codegen.features import PAGES, AskedPages, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.pages import SCALES, key_box_rows
 from jax_memeff.codegen.kernels.common.base import (
-    pack_heads,
-    packed_row_tiles,
+    gqa_row_tiles,
+    pack_gqa,
     panel_columns,
     stage,
 )
@@ -112,7 +112,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     persistent = True
     tiles = _TILES
     own_problems = tuple(
-        ((HEAD_DIM, VALUE_DIM), {"varlen": True, "pages": asked, **mask})
+        ((HEAD_DIM, VALUE_DIM), {"packed": True, "pages": asked, **mask})
         for asked in (
             AskedPages(64, is_latent=True),
             AskedPages(64, is_latent=True, is_invariant=True),
@@ -123,7 +123,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = []
-        if not pack_heads(problem):
+        if not pack_gqa(problem):
             reasons.append("the rows of its tiles belong to several heads")
         if spec[PAGES].is_float8 and spec.dtype != "bf16":
             # The keys times their scale may exceed the range of float16.
@@ -168,11 +168,11 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         tile = spec.tile
 
         def clusters(sizes: Sizes) -> int:
-            return packed_row_tiles(sizes, _CLUSTER * tile.query) * ceil_div(sizes.keys, tile.key)
+            return gqa_row_tiles(sizes, _CLUSTER * tile.query) * ceil_div(sizes.keys, tile.key)
 
         grid = Grid(clusters, most_per_sm=1).times(_CLUSTER)
         rows = Grid(
-            lambda sizes: packed_row_tiles(sizes, tile.query), most_per_sm=_COMBINE_BLOCKS_PER_SM
+            lambda sizes: gqa_row_tiles(sizes, tile.query), most_per_sm=_COMBINE_BLOCKS_PER_SM
         )
         combine_grid = rows.times(tile.query // _COMBINE_ROWS)
         threads = spec.padded_value_dim // 4
@@ -206,14 +206,14 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         row tiles, which changes no bit.
         """
         rows, columns = spec.tile.query, spec.padded_value_dim
-        packed, heads = sizes.queries * sizes.group, sizes.batch * sizes.key_heads
-        tiles = heads * -(-packed // rows)
-        clusters = heads * -(-packed // (_CLUSTER * rows)) * -(-sizes.keys // spec.tile.key)
+        queries, heads = sizes.queries * sizes.group, sizes.batch * sizes.key_heads
+        tiles = heads * -(-queries // rows)
+        clusters = heads * -(-queries // (_CLUSTER * rows)) * -(-sizes.keys // spec.tile.key)
         blocks = min(_CLUSTER * clusters, max(multiprocessors, _MOST_BLOCKS))
         yield Workspace("tile_parts", (tiles, _TILE_PARTS_WORDS), "int32")
         if spec[PAGES].is_invariant:
             of_group = SMALL_GROUP_SEGMENTS if sizes.group <= SMALL_GROUP else LARGE_GROUP_SEGMENTS
-            used = min(rows, round_up(packed, _WARP_ROWS))
+            used = min(rows, round_up(queries, _WARP_ROWS))
             outputs = used * (columns + _WEIGHT_NUMBERS)
             # The first segment of a row tile is part of a running sum.
             segments = tiles * max(of_group.count(sizes.keys) - 1, 0)

@@ -6,7 +6,7 @@
 #include <memeff/core/common.cuh>
 #include <memeff/core/math.cuh>
 #include <memeff/core/vector.cuh>
-#include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/gqa_rows.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
@@ -33,7 +33,7 @@ struct SegmentTile {
 
   CUTE_DEVICE SegmentTile(ForwardParams const& params, int slot, int block) {
     ProblemShape const& shape = params.shape;
-    int const rows = min(PackedRows<true>(shape).count(shape.query_length), kTileQuery);
+    int const rows = min(GqaRows<true>(shape).count(shape.query_length), kTileQuery);
     int const blocks = ceil_div(rows, kWarpRows);
     first = reinterpret_cast<float4*>(params.partial_out) +
             ((long long)slot * blocks + block) * kVectors;
@@ -66,7 +66,7 @@ struct FmhaForwardLatentCombine {
 
   CUTE_DEVICE static void run(ForwardParams const& params) {
     ProblemShape const& shape = params.shape;
-    if constexpr (Config::kVarlen) clear_gaps(params);
+    if constexpr (Config::kPacked) clear_gaps(params);
     long long const blocks = Schedule::row_tiles(shape) * (kTileQuery / kRows);  // per key head
     long long const end = blocks * shape.key_heads * shape.batch;
     for (long long block = blockIdx.x; block < end;) {
@@ -74,7 +74,7 @@ struct FmhaForwardLatentCombine {
       Mask const mask(params.mask, shape, head_batch / shape.key_heads);
       int const row = int(block % blocks) * kRows;
       long long next = block + gridDim.x;
-      if (Config::kVarlen && row >= mask.query_length) {
+      if (Config::kPacked && row >= mask.query_length) {
         // Skips to the next sequence: sequences may be much shorter than the longest one.
         long long const skipped = (head_batch + 1) * blocks - block;
         next = block + (skipped + gridDim.x - 1) / gridDim.x * gridDim.x;
@@ -117,7 +117,7 @@ struct FmhaForwardLatentCombine {
       bool const valid = row + r < mask.query_length;
       // The main kernel has already written row tiles with a single part. Hazard: the rows after a
       // packed sequence belong to the next one.
-      bool const exists = !Config::kVarlen && row + r < mask.rows.count(shape.query_length);
+      bool const exists = !Config::kPacked && row + r < mask.rows.count(shape.query_length);
       if (valid ? parts.count != 1 : exists) store(params, batch, head, row + r, valid, sums[r]);
     }
   }
@@ -165,7 +165,7 @@ struct FmhaForwardLatentCombine {
   CUTE_DEVICE static void store(ForwardParams const& params, int batch, int key_head, int row,
                                 bool valid, Sum const& sum) {
     ProblemShape const& shape = params.shape;
-    PackedRows<true> const rows(shape);
+    GqaRows<true> const rows(shape);
     int const query = rows.query(row);
     int const head = rows.query_head(key_head, row);
     Origin const origin = query_origin<Config>(shape, batch);

@@ -350,7 +350,7 @@ struct TangentMainLoopSm90 {
   using Operands = typename Kernel::Operands;
   using OutGrid = typename Kernel::OutGrid;
   using Output = typename Kernel::OutputWriter;
-  using Position = typename Consumer::Position;
+  using ConsumerState = typename Consumer::ConsumerState;
   using Probabilities = typename Kernel::Probabilities;
   using Queries = typename Operands::Queries;
   using Rows = typename Kernel::Rows;
@@ -363,7 +363,7 @@ struct TangentMainLoopSm90 {
 
   // Computes all work tiles of one consumer.
   CUTE_DEVICE static void run(TangentParams const& params, Control& control, uint32_t tiles) {
-    Position at = {};
+    ConsumerState at = {};
     // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
     at.row_warpgroup = at.warpgroup;
@@ -383,7 +383,7 @@ struct TangentMainLoopSm90 {
  private:
   // Computes the rows of this consumer of a work tile.
   CUTE_DEVICE static void compute(TangentParams const& params, Control& control, uint32_t tiles,
-                                  WorkTile const& work_tile, Position& at) {
+                                  WorkTile const& work_tile, ConsumerState& at) {
     WorkItem const& item = work_tile.item;
     Mask const mask(params.mask, params.shape, item.batch);
     Blocks const range(params, mask, item, 0);
@@ -448,7 +448,7 @@ struct TangentMainLoopSm90 {
 
   // Takes the queries of a work tile, and skips the KV blocks above `tile`, its first.
   CUTE_DEVICE static void begin_work_tile(TangentParams const& params, Control& control,
-                                          uint32_t tiles, Position& at, Mask const& mask,
+                                          uint32_t tiles, ConsumerState& at, Mask const& mask,
                                           WorkItem const& item, Blocks const& range, int tile,
                                           Queries& queries) {
     modifiers_of(params, mask, item, tiles).load(tile * kTileKey);
@@ -474,7 +474,7 @@ struct TangentMainLoopSm90 {
     return buffer;
   }
 
-  CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, Position const& at,
+  CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, ConsumerState const& at,
                                        Queries const& queries, Accumulators& scores) {
     control.key.wait(at.key);
     fence_accumulators(scores);
@@ -484,7 +484,7 @@ struct TangentMainLoopSm90 {
     commit_products();
   }
 
-  CUTE_DEVICE static void begin_score_tangents(uint32_t tiles, Position const& at,
+  CUTE_DEVICE static void begin_score_tangents(uint32_t tiles, ConsumerState const& at,
                                                Queries const& queries, Accumulators& tangents) {
     if constexpr (Operands::kScoreTangent) {
       fence_accumulators(tangents);
@@ -495,7 +495,7 @@ struct TangentMainLoopSm90 {
     }
   }
 
-  CUTE_DEVICE static void release_keys(Control& control, Position& at, bool releases_queries) {
+  CUTE_DEVICE static void release_keys(Control& control, ConsumerState& at, bool releases_queries) {
     if (at.leader) {
       control.key.release(at.key);
       if (releases_queries) control.query[at.row_warpgroup].release(at.query);
@@ -503,7 +503,7 @@ struct TangentMainLoopSm90 {
     at.key.advance();
   }
 
-  CUTE_DEVICE static void release_values(Control& control, Position& at) {
+  CUTE_DEVICE static void release_values(Control& control, ConsumerState& at) {
     if (at.leader) control.value.release(at.value);
     at.value.advance();
   }
@@ -512,19 +512,19 @@ struct TangentMainLoopSm90 {
   // derivative with respect to dQ K^T + Q dK^T.
   CUTE_DEVICE static void exponentiate(TangentParams const& params, Mask const& mask,
                                        WorkItem const& item, int tile, Blocks const& range,
-                                       uint32_t tiles, Position const& position, Rows const& rows,
-                                       KeptBlocks const& kept, Accumulators& scores,
-                                       LeftOperand& probabilities) {
+                                       uint32_t tiles, ConsumerState const& consumer,
+                                       Rows const& rows, KeptBlocks const& kept,
+                                       Accumulators& scores, LeftOperand& probabilities) {
     int const column = tile * kTileKey;
-    int const own_row = position.row_warpgroup * kWarpgroupRows;
+    int const own_row = consumer.row_warpgroup * kWarpgroupRows;
     ScoreTilePosition const at = {item.batch, item.head, item.tile * kTileQuery, column};
     Modifiers const modifiers = modifiers_of(params, mask, item, tiles);
     auto derivatives = ScoreGrid::make_accumulators();  // no registers if they are constant
     modifiers.recompute_with_derivatives(scores, derivatives, at, column);
     modifiers.load_next(tile > range.begin, [&] { return range.next(tile) * kTileKey; });
     mask.template apply<kWarpgroupRows, kTileKey>(
-        scores, params, at, range.is_partial(tile, position.row_warpgroup), own_row);
-    if (range.is_empty(tile, position.row_warpgroup)) cute::fill(scores, -infinity());
+        scores, params, at, range.is_partial(tile, consumer.row_warpgroup), own_row);
+    if (range.is_empty(tile, consumer.row_warpgroup)) cute::fill(scores, -infinity());
     CUTE_UNROLL
     for (int n = 0; n < cute::size<2>(scores); ++n) {
       CUTE_UNROLL
@@ -577,7 +577,7 @@ struct TangentMainLoopSm90 {
   }
 
   CUTE_DEVICE static void finish_work_tile(TangentParams const& params, Control& control,
-                                           Position& at, WorkTile const& work_tile) {
+                                           ConsumerState& at, WorkTile const& work_tile) {
     WorkItem const& item = work_tile.item;
     int const row = item.tile * kTileQuery + at.row_warpgroup * kWarpgroupRows;
     Output::write_empty(params, item, work_tile.query_length, max(row, work_tile.query_length),

@@ -117,7 +117,7 @@ struct DkdvQueryConsumer : DkdvSm90<Config> {
                                              mask.key_length, tiles, 0, shape.head_dim,
                                              key_gradient);
     }
-    if constexpr (Config::kVarlen) {
+    if constexpr (Config::kPacked) {
       GridTiles<Config, GridRows::keys, kTileKey> const grid = {shape};
       clear_key_gap<Config, kWarpgroupSize>(params, work.item, mask.key_length,
                                             grid.of_batch_index(work.item.batch));

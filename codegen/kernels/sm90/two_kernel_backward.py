@@ -149,7 +149,7 @@ class FmhaBwdTwoKernelSm90(WgmmaBackward):
         return max(self.dq_bytes(spec), key_bytes)
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        def own(suffix: str, name: str, shared_bytes: int, **rest) -> EntryPoint:
+        def entry(suffix: str, name: str, shared_bytes: int, **rest) -> EntryPoint:
             class_name = f"{self.class_name}{name}<Config>"
             return stage(
                 spec, suffix, class_name, spec.threads, shared_bytes, takes_maps=True, **rest
@@ -163,12 +163,12 @@ class FmhaBwdTwoKernelSm90(WgmmaBackward):
         entries = [around("preprocess", "Preprocess")]
         if "query" in spec.gradients:
             block_mask = spec.block_mask("queries")
-            entries.append(own("dq", "Dq", self.dq_bytes(spec), block_mask=block_mask))
+            entries.append(entry("dq", "Dq", self.dq_bytes(spec), block_mask=block_mask))
         if {"key", "value"} & set(spec.gradients) or gradient == "columns":
             key_bytes, _ = self.dkdv_bytes_and_buffers(spec)
             block_mask = spec.block_mask("keys", WARPGROUP_ROWS)
             grid = key_tile_grid(spec)
-            entries.append(own("dkdv", "Dkdv", key_bytes, grid=grid, block_mask=block_mask))
+            entries.append(entry("dkdv", "Dkdv", key_bytes, grid=grid, block_mask=block_mask))
         if gradient in ("common", "columns"):
             entries.append(
                 around("dbias_postprocess", "DbiasPostprocess", grid=bias_tile_grid(spec))

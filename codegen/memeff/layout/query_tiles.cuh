@@ -70,7 +70,7 @@ struct SequenceTiles {
 template <class Config>
 CUTE_DEVICE long long query_tile_index(ProblemShape const& shape, int tiles, int batch, int head,
                                        int tile) {
-  if constexpr (Config::kVarlen) {
+  if constexpr (Config::kPacked) {
     auto const sequences = SequenceTiles<Config::kTileQuery>::of_queries(shape);
     return (long long)head * sequences.count() + sequences.begin(batch) + tile;
   }
@@ -88,7 +88,7 @@ CUTE_DEVICE long long query_tile_index(BackwardParams const& params, int batch, 
 template <class Config>
 CUTE_DEVICE long long key_tile_index(ProblemShape const& shape, int tiles, int batch, int head,
                                      int tile) {
-  if constexpr (Config::kVarlen) {
+  if constexpr (Config::kPacked) {
     auto const sequences = SequenceTiles<Config::kTileKey>::of_keys(shape);
     return (long long)head * sequences.count() + sequences.begin(batch) + tile;
   }

@@ -15,14 +15,14 @@ struct Origin {
 
 template <class Config>
 CUTE_DEVICE Origin query_origin(ProblemShape const& shape, int batch) {
-  if constexpr (Config::kVarlen) return {0, shape.query_starts[batch]};
+  if constexpr (Config::kPacked) return {0, shape.query_starts[batch]};
   return {batch, 0};
 }
 
 template <class Config>
 CUTE_DEVICE Origin key_origin(ProblemShape const& shape, int batch) {
   if constexpr (Config::kPageSize > 0) return {0, 0};
-  if constexpr (Config::kVarlen) return {0, shape.key_starts[batch]};
+  if constexpr (Config::kPacked) return {0, shape.key_starts[batch]};
   return {batch, 0};
 }
 
@@ -30,7 +30,7 @@ CUTE_DEVICE Origin key_origin(ProblemShape const& shape, int batch) {
 template <class Config>
 CUTE_DEVICE long long logsumexp_offset(ProblemShape const& shape, Origin const& origin, int head) {
   long long const head_batch = (long long)origin.batch * shape.query_heads + head;
-  return head_batch * (Config::kVarlen ? shape.query_tokens : shape.query_length) + origin.row;
+  return head_batch * (Config::kPacked ? shape.query_tokens : shape.query_length) + origin.row;
 }
 
 // The tokens after a sequence that belong to no sequence. Their results must be zeros, and no CTA

@@ -48,7 +48,7 @@ CUTE_DEVICE void store_part(TensorMap const& map, TensorView const& tensor, uint
                             int first_column = 0) {
   using Element = typename Config::Element;
   int const thread = int(threadIdx.x) % kWarpgroupSize;
-  if (!Config::kVarlen || tile_row + kWarpgroupRows <= bound) {
+  if (!Config::kPacked || tile_row + kWarpgroupRows <= bound) {
     if (thread == 0 && tile_row < bound) {
       store_tma_tile<Tile>(map, tile, tile_row, row + tile_row, head, batch, first_column);
     }
@@ -69,7 +69,7 @@ CUTE_DEVICE void store_part(TensorMap const& map, TensorView const& tensor, uint
 // Without packed sequences it fills rows beyond the tensor's `rows` with zeros.
 template <class Config>
 CUTE_DEVICE bool reads_beyond(int length, int end, int rows) {
-  return length < (Config::kVarlen ? end : min(end, rows));
+  return length < (Config::kPacked ? end : min(end, rows));
 }
 
 // Clears the rows of a tile from `first` to `end`. Rows beyond a length exist in the tensor and may

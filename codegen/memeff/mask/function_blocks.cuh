@@ -14,7 +14,7 @@ namespace memeff {
 
 // The blocks of kColumns columns in a range. kSkips: the main loop leaves out those in which the
 // function is false everywhere.
-template <class Config, bool kPackHeads, int kColumns, bool kSkips>
+template <class Config, bool kPackGqa, int kColumns, bool kSkips>
 struct FunctionBlocks : TileRange {
   ForwardParams const& params;
   ScoreTilePosition at;  // of the tile's rows
@@ -103,7 +103,7 @@ struct FunctionBlocks : TileRange {
       int const own = first + thread_index() % kWarpSize;
       int const column = own * kColumns;
       int const column_end = max(min(column + kColumns, blocks_.key_length), column + 1);
-      MaskFunctionRange<Config, kPackHeads> const rows(blocks_.params, blocks_.at, blocks_.row_end);
+      MaskFunctionRange<Config, kPackGqa> const rows(blocks_.params, blocks_.at, blocks_.row_end);
       function::ranges::Range<bool> const valid = rows.of_columns(column, column_end);
       bool const is_kept = own < blocks_.end && (valid.high || !kSkips);
       valid_ = __ballot_sync(0xffffffffu, is_kept);

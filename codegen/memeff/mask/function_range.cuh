@@ -4,7 +4,7 @@
 #include <memeff/core/feature_arrays.cuh>
 #include <memeff/core/function/ranges.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/gqa_rows.cuh>
 #include <memeff/mask/block_mask.cuh>
 
 namespace memeff {
@@ -17,7 +17,7 @@ CUTE_HOST_DEVICE constexpr bool decides_tiles() {
 }
 
 // The mask function over some rows of a tile. All lanes of a warp construct it together.
-template <class Config, bool kPackHeads>
+template <class Config, bool kPackGqa>
 class MaskFunctionRange {
  public:
   using Function = typename Config::MaskFunction;
@@ -33,7 +33,7 @@ class MaskFunctionRange {
         batch_(array<int>(params, Config::kFunctionBatchIndexArray)[at.batch]),
         heads_(heads(params, at.head)),
         key_position_(Config::kPositions ? params.mask.key_position[at.batch] : 0) {
-    PackedRows<kPackHeads> const rows(params.shape);
+    GqaRows<kPackGqa> const rows(params.shape);
     int const position = Config::kPositions ? params.mask.query_position[at.batch] : 0;
     queries_ = {position + rows.query(at.row), position + rows.query(end - 1)};
   }
@@ -50,11 +50,11 @@ class MaskFunctionRange {
   CUTE_DEVICE static Range<int> heads(Params const& params, int tile_head) {
     if constexpr (!Function::kDependsOnHead) return {0, 0};
     int const* const indices = array<int>(params, Config::kFunctionHeadIndexArray);
-    PackedRows<kPackHeads> const rows(params.shape);
+    GqaRows<kPackGqa> const rows(params.shape);
     int const lane = thread_index() % kWarpSize;
     int low = indices[rows.query_head(tile_head, 0)];
     int high = low;
-    if constexpr (kPackHeads) {
+    if constexpr (kPackGqa) {
       for (int head = lane; head < rows.heads; head += kWarpSize) {
         int const own = indices[rows.query_head(tile_head, head)];
         low = min(low, own), high = max(high, own);

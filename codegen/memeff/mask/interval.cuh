@@ -4,7 +4,7 @@
 #include <cute/tensor_impl.hpp>
 
 #include <memeff/core/math.cuh>
-#include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/gqa_rows.cuh>
 
 namespace memeff {
 
@@ -16,12 +16,12 @@ struct TileRange {
 
 // Column s of row t is valid if t < query_length, s < key_length and t + first <= s <= t + last.
 // Both window alignments and the global positions of a shard fold into the two offsets, because all
-// are constant within a batch index. With kPackHeads the rows below are packed rows (PackedRows).
+// are constant within a batch index. With kPackGqa the rows below are those of GqaRows.
 // kPositions: the call has global positions; without it they are 0. ScoreMask derives from it, and
 // the schedules ask it for the tiles of a row or column of blocks.
-template <MaskKind kKind, bool kPackHeads = false, bool kPositions = false>
+template <MaskKind kKind, bool kPackGqa = false, bool kPositions = false>
 struct IntervalMask {
-  PackedRows<kPackHeads> rows;
+  GqaRows<kPackGqa> rows;
   int query_length;  // in rows
   int key_length;
   int first;  // used by MaskKind::window

@@ -13,9 +13,9 @@ namespace memeff {
 
 // The mask object of a kernel: main loops ask it for KV or Q blocks (IntervalMask) and call apply()
 // on each tile of scores.
-template <class Config, class Grid, bool kPackHeads = false>
-struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
-  using Interval = IntervalMask<Config::kMask, kPackHeads, Config::kPositions>;
+template <class Config, class Grid, bool kPackGqa = false>
+struct ScoreMask : IntervalMask<Config::kMask, kPackGqa, Config::kPositions> {
+  using Interval = IntervalMask<Config::kMask, kPackGqa, Config::kPositions>;
   using Interval::Interval;
 
   // Sets the accumulators of invalid elements to -inf in the tile of kColumns columns at `at`. The
@@ -38,14 +38,14 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
     }
     if (!partial) return;
     if constexpr (Config::kSegments) {
-      SegmentMask<Grid, Config::kVarlen>::apply(scores, params.mask, params.shape, at.batch, at.row,
+      SegmentMask<Grid, Config::kPacked>::apply(scores, params.mask, params.shape, at.batch, at.row,
                                                 at.column, row_bound, column_bound);
     }
     if constexpr (Config::kBoolean) {
       using Boolean = BooleanMask<Grid>;
       Boolean::apply(scores, slice<Boolean>(params.mask.boolean, at), row_bound, column_bound);
     }
-    MaskFunction<Config, Grid, false, kPackHeads>::apply(scores, params, at);
+    MaskFunction<Config, Grid, false, kPackGqa>::apply(scores, params, at);
   }
 
   // As above for transposed scores: rows of the accumulators are keys, columns are queries.
@@ -62,7 +62,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackHeads, Config::kPositions> {
     }
     if (!partial) return;
     if constexpr (Config::kSegments) {
-      SegmentMask<Grid, Config::kVarlen>::template apply<true>(
+      SegmentMask<Grid, Config::kPacked>::template apply<true>(
           scores, params.mask, params.shape, at.batch, at.row, at.column, row_bound, column_bound);
     }
     if constexpr (Config::kBoolean) {

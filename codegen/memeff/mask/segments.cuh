@@ -8,9 +8,9 @@
 namespace memeff {
 
 // Sets scores to -inf if the ids of row and column differ in any pair of id arrays, or beyond the
-// bounds, which are relative to the tile's first element. Packed sequences (kVarlen) have ids per
+// bounds, which are relative to the tile's first element. Packed sequences (kPacked) have ids per
 // token. ScoreMask calls it for partial tiles.
-template <class Grid, bool kVarlen>
+template <class Grid, bool kPacked>
 struct SegmentMask {
   // kTransposed: rows of the accumulators are columns of the scores.
   template <bool kTransposed = false, class Accumulators>
@@ -21,7 +21,7 @@ struct SegmentMask {
     for (int pair = 0; pair < mask.segment_pairs; ++pair) {
       int const* rows = mask.query_segments + row;
       int const* columns = mask.key_segments + column;
-      if constexpr (kVarlen) {
+      if constexpr (kPacked) {
         rows += (long long)pair * shape.query_tokens + shape.query_starts[batch];
         columns += (long long)pair * shape.key_tokens + shape.key_starts[batch];
       } else {

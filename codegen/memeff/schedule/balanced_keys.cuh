@@ -20,7 +20,7 @@
 #pragma once
 
 #include <memeff/core/common.cuh>
-#include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/gqa_rows.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/mask/key_segments.cuh>
 
@@ -30,7 +30,7 @@ namespace memeff {
 struct KeyPart {
   int batch;  // -1 after the last
   int head;   // the key head
-  int tile;   // of kTileQuery packed rows
+  int tile;   // of kTileQuery rows (GqaRows)
   int begin;  // KV blocks
   int end;
   int slot;  // of the partial results, or -1 if the part is the whole row tile, or the bits of a
@@ -72,7 +72,7 @@ class BalancedKeys {
 
   // The number of row tiles of a key head and batch index, for the longest sequence.
   CUTE_DEVICE static int row_tiles(ProblemShape const& shape) {
-    return ceil_div(PackedRows<true>(shape).count(shape.query_length), kTileQuery);
+    return ceil_div(GqaRows<true>(shape).count(shape.query_length), kTileQuery);
   }
 
   // The CTAs of a cluster of kCluster that compute the same KV blocks at the same time, each for a

@@ -10,7 +10,7 @@ namespace memeff {
 // The work of a CTA of the split forward. Heads are innermost: CTAs that run together read
 // neighbouring heads of the same keys, which are contiguous in memory.
 struct SplitWorkItem {
-  int head;  // of the tile: see PackedRows
+  int head;  // of the tile: see GqaRows
   int tile;
   int split;
   int batch;

@@ -132,7 +132,7 @@ struct QBlocks {
   CUTE_DEVICE int number(Cursor cursor) const { return cursor; }
 
   CUTE_DEVICE QBlock at(Cursor cursor) const {
-    if constexpr (Config::kOrdersQueries) {
+    if constexpr (Config::kDeterministicDq) {
       int const head_index = shape.group == 1 ? 0 : cursor / head_blocks;
       return block(head_index, tiles.begin + cursor - head_index * head_blocks);
     } else {

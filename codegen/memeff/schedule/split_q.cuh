@@ -47,7 +47,7 @@ CUTE_DEVICE int key_head_of(BackwardParams const& params, unsigned described) {
 template <class Config>
 struct SplitCounters {
   CUTE_DEVICE static unsigned offset(BackwardParams const& params) {
-    if constexpr (!Config::kOrdersQueries) return 0;
+    if constexpr (!Config::kDeterministicDq) return 0;
     return DqSemaphore<Config>::words(params.shape);
   }
   CUTE_DEVICE static unsigned words(BackwardParams const& params) {

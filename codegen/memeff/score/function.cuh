@@ -11,7 +11,7 @@
 #include <memeff/core/function/of_rows.cuh>
 #include <memeff/core/function/of_tile.cuh>
 #include <memeff/core/math.cuh>
-#include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/gqa_rows.cuh>
 #include <memeff/score/bias/tile.cuh>
 
 namespace memeff {
@@ -24,8 +24,8 @@ CUTE_HOST_DEVICE constexpr bool has_diagonal_reads() {
 }
 
 // Applies the function, or its derivative, to the scores in the accumulators of Grid. kTransposed:
-// see FunctionOfTile. kPackHeads: see PackedRows. Without a function it does nothing.
-template <class Config, class Grid, bool kTransposed = false, bool kPackHeads = false,
+// see FunctionOfTile. kPackGqa: see GqaRows. Without a function it does nothing.
+template <class Config, class Grid, bool kTransposed = false, bool kPackGqa = false,
           bool kOn = Config::kScoreFunction>
 struct ScoreFunction {
   static constexpr bool kConstantDerivative = true;
@@ -40,14 +40,14 @@ struct ScoreFunction {
   CUTE_DEVICE void differentiate(Scores const&, Scores&, ScoreTilePosition const&) const {}
 };
 
-template <class Config, class Grid, bool kTransposed, bool kPackHeads>
-struct ScoreFunction<Config, Grid, kTransposed, kPackHeads, true> {
+template <class Config, class Grid, bool kTransposed, bool kPackGqa>
+struct ScoreFunction<Config, Grid, kTransposed, kPackGqa, true> {
   using Function = typename Config::ScoreFunction;
   using Params = typename Config::Params;
   using OfTile = cute::conditional_t<
-      kPackHeads,
+      kPackGqa,
       FunctionOfRows<Config, Function, Config::kScoreCaptured, Config::kScoreLiterals,
-                     PackedRows<true>>,
+                     GqaRows<true>>,
       FunctionOfTile<Config, Function, Config::kScoreCaptured, Config::kScoreLiterals>>;
   static constexpr bool kConstantDerivative = Function::kConstantDerivative;
   // Gradients of captured arrays need the scores, and FunctionGradient evaluates the derivatives.

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <memeff/core/math.cuh>
-#include <memeff/layout/packed_rows.cuh>
+#include <memeff/layout/gqa_rows.cuh>
 
 namespace memeff {
 
@@ -16,10 +16,10 @@ struct RowPosition {
 };
 
 // The rows of a tile of one (batch index, head): it begins at `row`, and rows from `bound` on are
-// not valid. With packed heads both count the rows of all heads of a tile.
-template <bool kPackHeads = false>
+// not valid. With kPackGqa both count the rows of all heads of a tile.
+template <bool kPackGqa = false>
 struct RowsOfTile {
-  PackedRows<kPackHeads> rows;
+  GqaRows<kPackGqa> rows;
   int batch;
   int head;
   int row;

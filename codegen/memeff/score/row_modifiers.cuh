@@ -39,8 +39,8 @@ struct LaneRowModifiers {
 
   RowModifiers<Config> rows[kRows];
 
-  template <bool kPackHeads>
-  CUTE_DEVICE LaneRowModifiers(ForwardParams const& params, RowsOfTile<kPackHeads> const& tile) {
+  template <bool kPackGqa>
+  CUTE_DEVICE LaneRowModifiers(ForwardParams const& params, RowsOfTile<kPackGqa> const& tile) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       rows[r] = RowModifiers<Config>(params, tile.at(Grid::element_row(2 * (r % 2), r / 2)));

@@ -23,7 +23,7 @@ from jax_memeff._api.arguments import (
     with_defaults,
 )
 from jax_memeff._api.arrays import PAGED_QUERY
-from jax_memeff._api.call import AttentionCall, of_arguments
+from jax_memeff._api.call import AttentionCall, canonical
 from jax_memeff._api.paged import arguments as checks
 from jax_memeff._call.mask import Mask, Window
 from jax_memeff._call.mask.conditions import AnyMask, Conditions
@@ -202,7 +202,7 @@ def prepare(
 
     scores_shape = (batch, sizes["N"], longest, max_pages * page_size)
     shared = {name: x for name, x in named.items() if name in CommonArguments.__annotations__}
-    options, combined, others = of_arguments(
+    options, combined, others = canonical(
         tokens.dtype,
         sizes["H"],
         scores_shape,

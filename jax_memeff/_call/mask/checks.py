@@ -19,7 +19,7 @@ ScoresShape = tuple[int, int, int, int]
 """B, N, T and S of a call."""
 
 
-def of_mask(
+def checked(
     mask: AnyMask,
     scores_shape: ScoresShape,
     tokens: tuple[int, int] | None = None,
@@ -43,7 +43,7 @@ def of_mask(
     mask = dataclasses.replace(
         mask,
         excluded=tuple(
-            of_mask(other, scores_shape, tokens, clamps=clamps) for other in mask.excluded
+            checked(other, scores_shape, tokens, clamps=clamps) for other in mask.excluded
         ),
     )
     batch, _, rows, columns = scores_shape

@@ -17,8 +17,7 @@ from jax_memeff._call.mask import arguments, block_mask, checks, tiles
 from jax_memeff._call.mask.conditions import Conditions
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.mask.kv_blocks import KvBlocks
-from jax_memeff._call.mask.pictures import Picture
-from jax_memeff._call.mask.pictures import of_mask as picture_of_mask
+from jax_memeff._call.mask.pictures import Picture, picture_of_mask
 from jax_memeff._call.mask.window import Alignment, Bound, TracedWindow, Window, intersection
 from jax_memeff._call.offsets import Offsets, Position, checked
 from jax_memeff._call.values import methods_take_objects
@@ -305,7 +304,7 @@ class Mask(Conditions):
                [0, 2, 2, 2]], dtype=uint8)
         """
         shape = arguments.scores_shape(query, key)
-        mask = checks.of_mask(self.without_block_masks(), shape)
+        mask = checks.checked(self.without_block_masks(), shape)
         return block_mask.with_blocks(mask, shape, checked(offsets, *shape[:2]))
 
     def picture(
@@ -395,7 +394,7 @@ class Mask(Conditions):
                 "position must be None or the result of Offsets(...).position(), got "
                 f"{position!r:.80}"
             )
-        mask = checks.of_mask(self, (B, N, T, S), clamps=True).canonical(B, T, S)
+        mask = checks.checked(self, (B, N, T, S), clamps=True).canonical(B, T, S)
         mask = compiled(mask, Frame.of(mask, (T, S))._replace(position=position))
         valid = tiles.valid_elements(mask, (T, S), (0, 0), (T, S), position)
         valid = jnp.broadcast_to(True if valid is None else valid, (B, N, T, S))

@@ -80,7 +80,7 @@ class Picture:
         return _figure(self, axes)
 
 
-def of_mask(
+def picture_of_mask(
     mask: Conditions,
     sizes: tuple[Any, Any],
     tile: tuple[int, int],
@@ -116,8 +116,8 @@ def of_mask(
     of_batch: list[Any] = [getattr(offsets, name, None) for name in ("query", "key")]
     batches = [counts[0], *(x.size for x in of_batch if getattr(x, "ndim", 0) == 1)]
     offsets = offsets_of_call(offsets, max(batches), counts[1])
-    mask = checks.of_mask(mask.without_block_masks(), scores_shape, clamps=True)
-    return of_canonical(
+    mask = checks.checked(mask.without_block_masks(), scores_shape, clamps=True)
+    return picture_of_canonical(
         mask.canonical(counts[0], rows, columns),
         scores_shape,
         (own_tile[0], own_tile[1]),
@@ -136,7 +136,7 @@ def number_of_tiles(sizes: tuple[int, int], tile: tuple[int, int]) -> int:
     return math.prod(-(-count // own) for count, own in zip(sizes, tile, strict=True))
 
 
-def of_canonical(
+def picture_of_canonical(
     mask: Conditions,
     scores_shape: tuple[int, int, int, int],
     tile: tuple[int, int],

@@ -117,7 +117,7 @@ def jax_nn_lacks(case: Case) -> list[str]:
         "soft cap": case.soft_cap,
         "function of the scores": case.score_function,
         "sinks": case.sinks,
-        "largest logits": case.max_logits,
+        "max logits": case.max_logits,
         "tangents of its cuDNN path": case.tangents,
         "mask aligned to the last query": case.causal == "bottom_right",
     }

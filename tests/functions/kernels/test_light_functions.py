@@ -84,7 +84,7 @@ def test_light_functions_have_larger_tiles_at_head_dim_64(score, where, gradient
 @pytest.mark.parametrize(
     ("arch", "head_dim", "features"),
     [
-        ("sm_90a", 64, {"varlen": True}),
+        ("sm_90a", 64, {"packed": True}),
         ("sm_90a", 128, {"bias": AskedBias("16"), "dropout": True, "mask": "causal"}),
         ("sm_80", 64, {"bias": AskedBias("32"), "dropout": True}),
     ],
@@ -94,7 +94,7 @@ def test_kernels_of_delta_have_registers_for_features(arch, head_dim, features):
     pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")
     delta = AskedDelta(has_sinks=False)
     spec = backward(
-        ALIBI, head_dim=head_dim, gradients=(0,), arch=arch, exact_delta=delta, **features
+        ALIBI, head_dim=head_dim, gradients=(0,), arch=arch, delta_from_scores=delta, **features
     )
     compiled = compiler.compile(spec, arch)
     (own,) = (x for x in compiled.resources if x.name == f"{spec.name}_delta")

@@ -42,7 +42,7 @@ def test_they_have_the_tile_of_a_call_without_a_function(head_dim, mask):
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_other_masks_and_positions_leave_the_function_linear(dtype):
     assert IS_ON in source(dtype)
-    assert IS_ON in source(dtype, varlen=True, positions=True, mask="causal")
+    assert IS_ON in source(dtype, packed=True, positions=True, mask="causal")
     assert IS_ON in source(dtype, functions=AskedFunctions(ALIBI, DOCUMENTS))
 
 

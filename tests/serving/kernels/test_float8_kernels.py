@@ -130,7 +130,7 @@ def test_batches(case, assert_close):
 
 def problem(dtype: Any, head_dim: int, value_dim: int) -> Problem:
     pages = AskedPages(16, "f8e4m3", key_scale="heads")
-    features = {"varlen": True, "pages": pages}
+    features = {"packed": True, "pages": pages}
     return Problem("forward", dtype, head_dim, value_dim, "sm_90a", features)
 
 

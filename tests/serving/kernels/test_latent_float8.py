@@ -83,7 +83,7 @@ def test_conversion_of_each_number(scale):
 
 def latent(arch: str = "sm_90a", dtype: Any = "bf16", **pages: Any) -> Problem:
     asked = AskedPages(64, "f8e4m3", is_latent=True, **pages)
-    return Problem("forward", dtype, 576, 512, arch, {"varlen": True, "pages": asked})
+    return Problem("forward", dtype, 576, 512, arch, {"packed": True, "pages": asked})
 
 
 @pytest.mark.quick

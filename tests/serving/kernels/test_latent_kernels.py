@@ -219,7 +219,7 @@ def test_large_batches(case, assert_close):
 
 def latent(arch: str = "sm_90a", dims: tuple[int, int] = (576, 512), **asked) -> Problem:
     pages = AskedPages(64, is_latent=True)
-    return Problem("forward", "bf16", *dims, arch, {"varlen": True, "pages": pages, **asked})
+    return Problem("forward", "bf16", *dims, arch, {"packed": True, "pages": pages, **asked})
 
 
 @pytest.mark.parametrize("query_rows", [None, *strategy.QUERY_ROWS])

@@ -9,7 +9,7 @@
 
 namespace memeff {
 
-// FunctionOfTile for packed heads: Rows (layout/packed_rows.cuh) maps a row to its query and head.
+// FunctionOfTile with kPackGqa: Rows (layout/gqa_rows.cuh) maps a row to its query and head.
 // Neighbouring rows may have different heads, so reads are not constant along diagonals, and values
 // of a head are computed per row.
 template <class Config, class Function, int kArrays, int kLiterals, class Rows>

@@ -9,7 +9,7 @@ namespace memeff {
 
 // Adds to the gradient of one array, for one batch index. The order of the additions, and so the
 // last bits, differ between runs.
-template <class Config, bool kExact = Config::kExactSums>
+template <class Config, bool kFixedPoint = Config::kFixedPointSums>
 struct CapturedAdder {
   float* first;
 
@@ -20,8 +20,8 @@ struct CapturedAdder {
 };
 
 // Sums in fixed point, which do not depend on the order: two 64-bit integers per element, in units
-// of 1 and of 2^kExactSumBits. jax_memeff/_cuda/exact_sums.py chooses the scale and rounds the
-// sums. A term adds at most half of the larger unit to the first integer, so with 35 bits an
+// of 1 and of 2^kFixedPointBits. jax_memeff/_cuda/fixed_point_sums.py chooses the scale and rounds
+// the sums. A term adds at most half of the larger unit to the first integer, so with 35 bits an
 // overflow takes 2^29 terms.
 template <class Config>
 struct CapturedAdder<Config, true> {
@@ -48,7 +48,7 @@ struct CapturedAdder<Config, true> {
   }
 
  private:
-  static constexpr float kUnit = float(1ll << Config::kExactSumBits);
+  static constexpr float kUnit = float(1ll << Config::kFixedPointBits);
 
   // Sums of terms in range stay far below this.
   static constexpr unsigned long long kNotANumber = 0x6000000000000000;

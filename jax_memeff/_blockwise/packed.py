@@ -204,7 +204,7 @@ def sequence_of(
 
     def of_sequence(item: Item) -> Any:
         x = item.array
-        has_batch = item.operand.varlen_dims[0].startswith("sequences") and x.ndim > 0
+        has_batch = item.operand.packed_dims[0].startswith("sequences") and x.ndim > 0
         if not has_batch or x.shape[0] == 1:
             return x
         return lax.dynamic_slice_in_dim(x, index // options.divisors[item.name] % x.shape[0], 1)

@@ -1,7 +1,7 @@
 """Gradients of captured arrays in deterministic backwards: sums independent of the order.
 
 Kernels add in fixed point, in two 64-bit integers per element, with units ``1 / scale`` and
-``2**EXACT_BITS / scale`` (``codegen/memeff/score/captured/additions.cuh``). The scale follows
+``2**FIXED_POINT_BITS / scale`` (``codegen/memeff/score/captured/additions.cuh``). The scale follows
 from an upper bound on the gradient of a score: such gradients keep 56 bits, and derivatives of the
 function may be up to 2**23. Larger terms, and terms that are not finite, make the sum NaN.
 """
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax_memeff._call.operands import QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import sequence_of_tokens
-from jax_memeff.codegen.functions.sums import EXACT_BITS, EXACT_WORDS
+from jax_memeff.codegen.functions.sums import FIXED_POINT_BITS, FIXED_POINT_WORDS
 
 _BITS = 56
-_CARRY_BITS = EXACT_BITS - 32
+_CARRY_BITS = FIXED_POINT_BITS - 32
 _LEAST, _LARGEST = 2.0**-60, 2.0**60
 _LEAST_SQUARES = 2.0**-100
 
@@ -32,7 +32,7 @@ def sums_shape(shape: Sequence[int]) -> tuple[int, ...]:
     ((2, 3, 20), (2, 4))
     """
     batch, *dims = shape
-    return (batch, *dims[:-1], (dims[-1] if dims else 1) * EXACT_WORDS)
+    return (batch, *dims[:-1], (dims[-1] if dims else 1) * FIXED_POINT_WORDS)
 
 
 def scale(*leaves: jax.Array, tree: Any, options: Options) -> jax.Array:
@@ -79,8 +79,8 @@ def rounded(sums: jax.Array, scale: jax.Array, shape: Sequence[int], dtype: Any)
     rest_low = jnp.uint32(0) - low
     rest_carry = jnp.uint32(1 << _CARRY_BITS) - carry - (low != 0).astype(jnp.uint32)
     parts = (
-        (jnp.where(is_negative, ~top, top), 2.0 ** (EXACT_BITS + 32)),
-        (jnp.where(is_negative, ~whole, whole), 2.0**EXACT_BITS),
+        (jnp.where(is_negative, ~top, top), 2.0 ** (FIXED_POINT_BITS + 32)),
+        (jnp.where(is_negative, ~whole, whole), 2.0**FIXED_POINT_BITS),
         (jnp.where(is_negative, rest_carry, carry), 2.0**32),
         (jnp.where(is_negative, rest_low, low), 1.0),
     )

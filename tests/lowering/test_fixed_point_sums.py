@@ -11,15 +11,17 @@ from jax_memeff import Mask
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.scaling import Scaling
-from jax_memeff._cuda import exact_sums
-from jax_memeff.codegen.functions.sums import EXACT_BITS
+from jax_memeff._cuda import fixed_point_sums
+from jax_memeff.codegen.functions.sums import FIXED_POINT_BITS
 
 SCALE = 2.0**50
-UNIT = 2**EXACT_BITS
+UNIT = 2**FIXED_POINT_BITS
 
 
 def rounded(sums: np.ndarray, scale: float, shape: tuple[int, ...]) -> np.ndarray:
-    found = exact_sums.rounded(jnp.asarray(sums), jnp.full(1, scale), shape, jnp.dtype("float32"))
+    found = fixed_point_sums.rounded(
+        jnp.asarray(sums), jnp.full(1, scale), shape, jnp.dtype("float32")
+    )
     return np.asarray(found)
 
 
@@ -78,7 +80,7 @@ def scale_of(value: float, dout: float, dtype: str, other: float = 0.0) -> float
     operands = Operands(values, values, values, None, Mask(), None, None)
     lse = jnp.zeros((1, 2, 1), jnp.float32)
     leaves, tree = jax.tree.flatten((operands, jnp.zeros_like(values), lse, gradients, None))
-    return exact_sums.scale(*leaves, tree=tree, options=Options(Scaling(1.0))).item()
+    return fixed_point_sums.scale(*leaves, tree=tree, options=Options(Scaling(1.0))).item()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
