@@ -51,8 +51,10 @@ def packed_rows(problem: Problem, sizes: Sizes) -> int:
 
 
 def required_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRows | None:
-    """The tile of calls that no other kernel serves: batch-invariant ones, and float8 pools."""
+    """The tile of calls that have no choice: batch-invariant ones, latent and float8 pools."""
     pool, few = problem[PAGES], packed_rows(problem, sizes) <= FEW_ROWS
+    if pool.is_latent:
+        return "64" if packed_rows(problem, sizes) <= _ROWS else "128"
     if pool.is_invariant:
         return "16" if few and _takes_segments(problem, sizes, multiprocessors) else "64"
     if pool.dtype != "query":

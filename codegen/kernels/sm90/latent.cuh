@@ -1,31 +1,19 @@
 // Latent attention (MLA with absorbed projections) forward for Hopper: the values are the first
 // columns of the keys, so a KV block is read from memory once.
 //
-// A work tile is 64 rows of one sequence: the query heads of a key head, of one or several tokens.
-// Its output has 512 columns, too many for the registers of one warpgroup, while 64 x 64 scores are
-// too few to divide over two. So two consumer warpgroups own 256 columns of the output each and
-// take the scores in turn: one owns those of even KV blocks, the other those of odd ones. The owner
-// turns scores into probabilities, multiplies its own columns, and passes the probabilities through
-// shared memory to the other warpgroup, which multiplies the other columns:
+// The two CTAs of a cluster compute the same rows and divide the columns: each has half of the
+// values, and for the scores the same half of the keys' columns and half of the others. So each
+// column of a KV block is in the shared memory of one CTA only, and half a block takes 36 KB. Both
+// add up the scores of their columns (collective/sums/column_sum.cuh) and then compute the same
+// softmax, so nothing else passes between them:
 //
-//   warpgroup 0 | S(0) softmax P(0) V(0)        P(1) V(1)  S(2) softmax P(2) V(2) ...
-//   warpgroup 1 |        S(1)       P(0) V(0)  softmax  P(1) V(1)        P(2) V(2)  S(3) ...
+//   CTA 0 | S += Q K^T of columns 0..255, 512..543 | exchange, softmax | O[0..255] += P V
+//   CTA 1 | S += Q K^T of columns 256..511, 544..575 |       "         | O[256..511] += P V
 //
-// While one computes its softmax, the tensor cores multiply for the other. S(b) begins before
-// P(b - 1) V(b - 1) of the other warpgroup's block and ends after it, because some of its keys
-// arrive later. Both accumulate the KV blocks in the same order and with the same softmax
-// reference, which is passed along with the probabilities. FlashMLA (DeepSeek, 2025) introduced
-// this schedule and rescales a block's probabilities in shared memory. Here the reference has slack
-// (collective/softmax/online.cuh), so each warpgroup rescales its own output instead, and only
-// rarely.
-//
-// 64 rows of queries and two buffers of keys take 216 KB, which leaves no room for a third. Instead
-// three column groups of a buffer are released separately: the two halves of the value columns,
-// each by the warpgroup that multiplies them, and the other columns, which only scores need. So
-// columns of the next KV block arrive while others of this one are still read.
-//
-// The bandwidth of L2 is too small for one copy of the keys per SM. So two CTAs form a cluster, and
-// if both compute row tiles of the same sequence, each copies half of the keys to both.
+// A consumer warpgroup has 64 rows, whose 256 output columns take 128 registers of a thread, and
+// keeps P in registers. While one waits for the other CTA's scores and computes its softmax, the
+// tensor cores multiply for the other. A work tile is 128 rows (the query heads of a key head, of
+// one or several tokens), or 64 rows of which two consumer groups take every second KV block.
 #pragma once
 
 #include <kernels/common/combine.cuh>
@@ -36,8 +24,8 @@
 #include <memeff/arch/thread.cuh>
 #include <memeff/arch/tma.cuh>
 #include <memeff/collective/epilogue.cuh>
-#include <memeff/collective/softmax/exchange.cuh>
 #include <memeff/collective/softmax/online.cuh>
+#include <memeff/collective/sums/column_sum.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/float8.cuh>
@@ -112,27 +100,33 @@ struct LatentKeyRows {
 template <class Config, class Kernel>
 struct LatentQueriesSm90 {
   using Element = typename Config::Element;
-  using Tile = typename Kernel::QueryTile;
+  using ValueTile = typename Kernel::QueryValueTile;
+  using OtherTile = typename Kernel::QueryOtherTile;
   static constexpr int kWarps = Kernel::kConsumers / kWarpSize;
   static constexpr int kRows = Kernel::kTileQuery / kWarps;  // of a warp
   static_assert(kRows * kWarps == Kernel::kTileQuery && kRows <= kWarpSize);
+  static_assert(ValueTile::kColumns / ValueTile::kChunkColumns == kWarpSize);
 
-  // Starts the copies of this warp's rows; rows and columns beyond the bounds become zero. Each
-  // lane finds the address of one row, so a warp divides by the number of heads only once.
+  // Starts the copies of this warp's rows of the CTA's columns; rows and columns beyond the bounds
+  // become zero. Each lane finds the address of one row, so a warp divides by the number of heads
+  // only once.
   CUTE_DEVICE static void load(ForwardParams const& params, KeyPart const& part, int query_length,
-                               uint32_t tile) {
-    constexpr int kRowChunks = Config::kHeadDim / 8;
+                               uint32_t tiles) {
     int const lane = int(threadIdx.x) % kWarpSize;
     int const begin = int(threadIdx.x) / kWarpSize * kRows;
     int const first = part.tile * Kernel::kTileQuery + begin;
+    int const value_column = Kernel::first_value_column() + lane * 8;
+    int const other_column = Kernel::first_other_column() + lane * 8;
     Row const own(params, part, min(first + lane % kRows, query_length - 1));
 #pragma unroll 4  // overlaps the shuffles
     for (int row = 0; row < kRows; ++row) {
       char const* const source = own.of_lane(row);
-      CUTE_UNROLL
-      for (int chunk = lane; chunk < kRowChunks; chunk += kWarpSize) {
-        copy_async(tile + Tile::byte_offset(begin + row, chunk), source + chunk * 16,
-                   first + row < query_length && chunk * 8 < params.shape.head_dim);
+      bool const valid = first + row < query_length;
+      copy_async(tiles + ValueTile::byte_offset(begin + row, lane), source + value_column * 2,
+                 valid && value_column < params.shape.head_dim);
+      if (lane < OtherTile::kColumns / 8) {
+        copy_async(tiles + ValueTile::kBytes + OtherTile::byte_offset(begin + row, lane),
+                   source + other_column * 2, valid && other_column < params.shape.head_dim);
       }
     }
   }
@@ -161,18 +155,17 @@ struct LatentQueriesSm90 {
   };
 };
 
-// Producer warpgroup: a warp plans the work of the CTA, and one thread for each column group copies
-// keys.
+// Producer warpgroup: a warp plans the work of the CTA, and one thread copies keys.
 
-// The kernel calls produce_parts() with one warp, and produce_keys() with one thread per column
-// group.
+// The kernel calls produce_parts() with one warp, and produce_keys() with one thread.
 template <class Config, class Kernel>
 struct LatentProducerSm90 {
   using Element = typename Config::Element;
   using Control = typename Kernel::Control;
-  using KeyTile = typename Kernel::KeyTile;
   using Mask = typename Kernel::Mask;
   using KeyRows = LatentKeyRows<Config, Kernel>;
+  using OtherTile = typename Kernel::OtherTile;
+  using ValueTile = typename Kernel::ValueTile;
   static constexpr int kBoxRows = KeyRows::kBoxRows;
   static constexpr int kBoxes = KeyRows::kBoxes;
   static constexpr int kTileKey = Kernel::kTileKey;
@@ -190,20 +183,18 @@ struct LatentProducerSm90 {
       }
       slot.advance();
     };
-    typename Kernel::Schedule const schedule(params, int(gridDim.x));
-    schedule.for_each_part(int(blockIdx.x), hand_out);
+    typename Kernel::Schedule const schedule(params, Kernel::clusters());
+    schedule.for_each_part(Kernel::cluster(), hand_out);
     hand_out(KeyPart{-1, 0, 0, 0, 0, 0});
   }
 
-  // Run by the thread that copies one column group of all KV blocks. CTAs that share KV
-  // blocks take turns copying panels.
-  CUTE_DEVICE static void produce_keys(ForwardParams const& params, TensorMap const& map,
-                                       Control& control, uint32_t tiles, int columns, int sharers) {
-    int const rank = cluster_rank() % sharers;
+  // Copies this CTA's columns of all KV blocks.
+  CUTE_DEVICE static void produce_keys(ForwardParams const& params, KeyMap const& maps,
+                                       Control& control, uint32_t tiles) {
     bool const contiguous = params.key.row_stride == params.shape.head_dim;
     PipelineStage<Kernel::kStages> stage;
     PipelineStage<Kernel::kWorkStages> slot;
-    typename Kernel::Schedule const schedule(params, int(gridDim.x));
+    typename Kernel::Schedule const schedule(params, Kernel::clusters());
     while (true) {
       control.work.wait(slot);
       KeyPart const part = control.parts[slot.index];
@@ -218,93 +209,68 @@ struct LatentProducerSm90 {
         // The table is read before the wait, which hides its latency.
         int rows[kBoxes];
         KeyRows::find(params, control, source, key_length, block * kTileKey, rows);
-        auto& barriers = control.keys[stage.index];
-        wait_barrier(barriers.empty[columns], stage.parity ^ 1);
-        random_sleep();
+        uint64_t& arrived = control.keys.acquire(stage, Kernel::kStageBytes);
         uint32_t const target = Kernel::keys(tiles, stage.index);
-        for_each_box(columns, [&](int panel, int box) {
-          if (box == 0) arrive_and_expect(barriers.full[panel], KeyTile::kPanelBytes);
-          if ((panel + block) % sharers != rank) return;
-          load(map, barriers.full[panel],
-               target + panel * KeyTile::kPanelBytes + box * kBoxRows * KeyTile::kRowBytes,
-               panel * KeyTile::kPanelColumns, rows[box], part.head, batch, sharers);
-        });
+        CUTE_UNROLL
+        for (int box = 0; box < kBoxes; ++box) {
+          load_tma_tile<OtherTile>(maps.key_half_panel, arrived, target + ValueTile::kBytes,
+                                   box * kBoxRows, rows[box], part.head, batch,
+                                   CacheHint::EVICT_NORMAL, Kernel::first_other_column());
+          load_tma_tile<ValueTile>(maps.key, arrived, target, box * kBoxRows, rows[box], part.head,
+                                   batch, CacheHint::EVICT_NORMAL, Kernel::first_value_column());
+        }
         stage.advance();
 
         int const ahead = block + kPrefetched;
-        if (ahead >= part.end || !schedule.has_share(int(blockIdx.x), ahead)) continue;
-        if (contiguous && columns > 0) continue;
+        if (ahead >= part.end || !contiguous) continue;
+        if (!schedule.has_share(Kernel::cluster(), ahead) || ahead % 2 != cluster_rank()) continue;
         KeyRows::find(params, control, source, key_length, ahead * kTileKey, rows);
-        if (contiguous) {
-          CUTE_UNROLL
-          for (int box = 0; box < kBoxes; ++box) {
-            int const first = ahead * kTileKey + box * kBoxRows;
-            KeyRows::prefetch(params, source, key_length - first, rows[box]);
-          }
-        } else {
-          for_each_box(columns, [&](int panel, int box) {
-            prefetch_box(map, panel * KeyTile::kPanelColumns, rows[box], part.head, batch);
-          });
+        CUTE_UNROLL
+        for (int box = 0; box < kBoxes; ++box) {
+          int const first = ahead * kTileKey + box * kBoxRows;
+          KeyRows::prefetch(params, source, key_length - first, rows[box]);
         }
       }
     }
   }
 
  private:
-  // How many KV blocks ahead a block is prefetched into L2. It can be loaded only when its buffer
-  // is free, when both consumers already wait for it. The latency of DRAM would be exposed then, so
-  // one of the CTAs that read the block prefetches it.
-  static constexpr int kPrefetched = 1;
-
-  // Copies a box to all CTAs that share it.
-  CUTE_DEVICE static void load(TensorMap const& map, uint64_t& arrived, uint32_t target, int column,
-                               int row, int head, int batch, int sharers) {
-    if (sharers == 1) {
-      load_box(map, arrived, target, column, row, head, batch, CacheHint::EVICT_NORMAL);
-    } else {
-      load_cluster_box<Kernel::kCluster>(map, arrived, target, column, row, head, batch,
-                                         CacheHint::EVICT_NORMAL);
-    }
-  }
-
-  // Calls use(panel, box) for the boxes of a column group.
-  template <class Use>
-  CUTE_DEVICE static void for_each_box(int columns, Use use) {
-    CUTE_NO_UNROLL
-    for (int panel = Kernel::group_begin(columns); panel < Kernel::group_end(columns); ++panel) {
-      CUTE_UNROLL
-      for (int box = 0; box < kBoxes; ++box) use(panel, box);
-    }
-  }
+  // How many KV blocks ahead a block is prefetched into L2, by one of the CTAs that read it.
+  static constexpr int kPrefetched = Kernel::kStages;
 };
 
 // Producer warps for a pool of float8 (e4m3): they convert keys to the query's dtype on the way to
 // shared memory.
 
-// The kernel calls produce_keys() with one warp per column group, in place of a thread of
-// LatentProducerSm90. Both fill the same buffers, so consumers do not depend on the pool.
-//
-// A warp converts every third panel of a KV block. CTAs do not share keys: an own copy in float8
-// has as many bytes as half of a copy in 16 bits, which a CTA reads if they do.
+// The kernel calls produce_keys() with kWarps warps, in place of a thread of LatentProducerSm90.
+// Both fill the same buffers, so consumers do not depend on the pool. Each warp converts every
+// third panel of the CTA's columns.
 template <class Config, class Kernel>
 struct LatentFloat8ProducerSm90 {
   using Element = typename Config::Element;
   using Control = typename Kernel::Control;
   using KeyRows = LatentKeyRows<Config, Kernel>;
-  using KeyTile = typename Kernel::KeyTile;
   using Mask = typename Kernel::Mask;
+  using OtherTile = typename Kernel::OtherTile;
+  using ValueTile = typename Kernel::ValueTile;
   static constexpr int kTileKey = Kernel::kTileKey;
-  static constexpr int kWarps = Kernel::kColumnGroups;
-
-  // A lane loads 16 bytes of a row, which become two chunks of the tile.
-  static constexpr int kLoadColumns = 16;
-  static constexpr int kRowLanes = KeyTile::kPanelColumns / kLoadColumns;
-  static constexpr int kStepRows = kWarpSize / kRowLanes;
-  static constexpr int kSteps = kTileKey / kStepRows;
-  static constexpr int kBoxSteps = KeyRows::kBoxRows / kStepRows;
-  static_assert(kBoxSteps * kStepRows == KeyRows::kBoxRows);
+  static constexpr int kWarps = Kernel::kConvertingWarps;
   static constexpr int kScales = Config::kKeyScale == PoolScale::pages ? KeyRows::kBoxes : 1;
-  static_assert(kStepRows % 8 == 0);
+
+  // How the lanes of a warp divide a panel of a tile. A lane loads 16 bytes of a row, which become
+  // two chunks of the tile.
+  static constexpr int kLoadColumns = 16;
+  template <class Tile>
+  struct Panel {
+    static constexpr int kRowLanes = Tile::kPanelColumns / kLoadColumns;
+    static constexpr int kStepRows = kWarpSize / kRowLanes;
+    static constexpr int kSteps = kTileKey / kStepRows;
+    static constexpr int kBoxSteps = KeyRows::kBoxRows / kStepRows;
+    static_assert(kBoxSteps * kStepRows == KeyRows::kBoxRows && kStepRows % 8 == 0);
+
+    CUTE_DEVICE static int row() { return int(threadIdx.x % kWarpSize / kRowLanes); }
+    CUTE_DEVICE static int column() { return int(threadIdx.x % kRowLanes * kLoadColumns); }
+  };
 
   CUTE_DEVICE static void produce_keys(ForwardParams const& params, Control& control,
                                        uint32_t tiles, int warp) {
@@ -322,30 +288,28 @@ struct LatentFloat8ProducerSm90 {
       CUTE_NO_UNROLL
       for (int block = part.begin; block < part.end; ++block) {
         keys.seek(params, control, block);
+        uint32_t const target = Kernel::keys(tiles, stage.index);
         CUTE_NO_UNROLL
-        for (int panel = warp; panel < Kernel::kPanels; panel += kWarps) {
-          auto& barriers = control.keys[stage.index];
-          uint32_t bytes[kSteps][4];
-          keys.load(params, panel, bytes);
-          wait_barrier(barriers.empty[group_of(panel)], stage.parity ^ 1);
-          random_sleep();
-          keys.store(Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes, bytes);
-          fence_tma_store();
-          __syncwarp();
-          if (leader) arrive_barrier(barriers.full[panel]);
-          random_sleep();
+        for (int panel = warp; panel < ValueTile::kPanels; panel += kWarps) {
+          convert<ValueTile>(params, control, keys, stage, panel, Kernel::first_value_column(),
+                             target);
         }
+        if (warp == ValueTile::kPanels % kWarps) {
+          convert<OtherTile>(params, control, keys, stage, 0, Kernel::first_other_column(),
+                             target + ValueTile::kBytes);
+        }
+        fence_tma_store();
+        __syncwarp();
+        if (leader) control.keys.commit(stage);
         stage.advance();
-        if (warp == 0 && block + 1 < part.end) keys.prefetch(params, control, block + 1);
+        if (warp == 0 && block % 2 != cluster_rank() && block + 1 < part.end) {
+          keys.prefetch(params, control, block + 1);
+        }
       }
     }
   }
 
  private:
-  CUTE_DEVICE static int group_of(int panel) {
-    return min(panel / Kernel::kValuePanels, Kernel::kColumnGroups - 1);
-  }
-
   // The keys of a part, and where those of the current KV block are.
   struct Keys {
     KeyValueSource<Config> source;
@@ -387,12 +351,14 @@ struct LatentFloat8ProducerSm90 {
       KeyRows::prefetch(params, source, key_length - key, row);
     }
 
-    // Loads the lane's bytes of a panel. Rows beyond the length, and those without a page, are
-    // zero: NaN would make the products of the values NaN.
-    CUTE_DEVICE void load(ForwardParams const& params, int panel,
-                          uint32_t (&bytes)[kSteps][4]) const {
+    // Loads the lane's bytes of a panel from a column on. Rows beyond the length, and those without
+    // a page, are zero: NaN would make the products of the values NaN.
+    template <class Tile>
+    CUTE_DEVICE void load(ForwardParams const& params, int first_column,
+                          uint32_t (&bytes)[Panel<Tile>::kSteps][4]) const {
       using Float8 = KeyValueElement<Config>;
-      int const column = panel * KeyTile::kPanelColumns + lane_column();
+      using Lane = Panel<Tile>;
+      int const column = first_column + Lane::column();
       // Hidden values: else the compiler keeps the addresses and conditions of all rows of a block
       // in registers, and spills others.
       unsigned left = unsigned(max(key_length - first, 0));
@@ -404,35 +370,38 @@ struct LatentFloat8ProducerSm90 {
         hide_value(row);
         bool const exists = int(row) < params.shape.key_tokens;
         char const* address = row_pointer<Float8>(params.key, source.batch(params.key),
-                                                  int(row) + lane_row(), source.head) +
+                                                  int(row) + Lane::row(), source.head) +
                               column;
         CUTE_UNROLL
-        for (int step = box * kBoxSteps; step < (box + 1) * kBoxSteps; ++step) {
-          int const tile_row = lane_row() + step * kStepRows;
+        for (int step = box * Lane::kBoxSteps; step < (box + 1) * Lane::kBoxSteps; ++step) {
+          int const tile_row = Lane::row() + step * Lane::kStepRows;
           load_global_vector_if(exists && unsigned(tile_row) < left, address, bytes[step]);
-          address += kStepRows * row_bytes<Float8>(params.key);
+          address += Lane::kStepRows * row_bytes<Float8>(params.key);
         }
       }
     }
 
     // Converts the lane's bytes and stores them in a panel.
-    CUTE_DEVICE void store(uint32_t panel, uint32_t const (&bytes)[kSteps][4]) const {
-      constexpr int kChunks = kLoadColumns / KeyTile::kChunkColumns;
+    template <class Tile>
+    CUTE_DEVICE void store(uint32_t panel,
+                           uint32_t const (&bytes)[Panel<Tile>::kSteps][4]) const {
+      using Lane = Panel<Tile>;
+      constexpr int kChunks = kLoadColumns / Tile::kChunkColumns;
       uint32_t chunks[kChunks];  // of the lane's first row; all its rows have the same swizzle
       CUTE_UNROLL
       for (int i = 0; i < kChunks; ++i) {
-        int const chunk = lane_column() / KeyTile::kChunkColumns + i;
-        chunks[i] = panel + KeyTile::byte_offset(lane_row(), chunk);
+        int const chunk = Lane::column() / Tile::kChunkColumns + i;
+        chunks[i] = panel + Tile::byte_offset(Lane::row(), chunk);
       }
       CUTE_UNROLL
-      for (int step = 0; step < kSteps; ++step) {
-        float const scale = scales[step / kBoxSteps % kScales] * kFloat8Factor;
+      for (int step = 0; step < Lane::kSteps; ++step) {
+        float const scale = scales[step / Lane::kBoxSteps % kScales] * kFloat8Factor;
         CUTE_UNROLL
         for (int i = 0; i < kChunks; ++i) {
           uint32_t pairs[4];
           scaled(bytes[step][2 * i], scale, pairs[0], pairs[1]);
           scaled(bytes[step][2 * i + 1], scale, pairs[2], pairs[3]);
-          store_shared_vector(chunks[i] + step * kStepRows * KeyTile::kRowBytes,
+          store_shared_vector(chunks[i] + step * Lane::kStepRows * Tile::kRowBytes,
                               __uint_as_float(pairs[0]), __uint_as_float(pairs[1]),
                               __uint_as_float(pairs[2]), __uint_as_float(pairs[3]));
         }
@@ -440,9 +409,6 @@ struct LatentFloat8ProducerSm90 {
     }
 
    private:
-    CUTE_DEVICE static int lane_row() { return int(threadIdx.x % kWarpSize / kRowLanes); }
-    CUTE_DEVICE static int lane_column() { return int(threadIdx.x % kRowLanes * kLoadColumns); }
-
     // Four numbers times a scale, as pairs of elements.
     CUTE_DEVICE static void scaled(uint32_t packed, float scale, uint32_t& low, uint32_t& high) {
       uint32_t numbers[2];  // pairs of float16
@@ -455,21 +421,33 @@ struct LatentFloat8ProducerSm90 {
       high = product(numbers[1]);
     }
   };
+
+  // Converts a panel of a tile, whose first column in the pool is `first_column`.
+  template <class Tile>
+  CUTE_DEVICE static void convert(ForwardParams const& params, Control& control, Keys const& keys,
+                                  PipelineStage<Kernel::kStages> const& stage, int panel,
+                                  int first_column, uint32_t tile) {
+    uint32_t bytes[Panel<Tile>::kSteps][4];
+    keys.template load<Tile>(params, first_column + panel * Tile::kPanelColumns, bytes);
+    control.keys.acquire(stage);
+    keys.template store<Tile>(tile + panel * Tile::kPanelBytes, bytes);
+  }
 };
 
 // Output of a part (KeyPart): results, or partial results that the combine kernel adds up.
 
-// A consumer calls write() after the last KV block of a part. It writes as many columns as Grid
-// has, from its own first column on.
+// Consumers call write() after the last KV block of a part. They write half of the columns, those
+// of their CTA.
 template <class Config, class Grid, class Softmax>
 struct LatentOutputSm90 {
   using Element = typename Config::Element;
   static constexpr int kTileQuery = Config::kTileQuery;
+  static constexpr int kColumns = Config::kValueDim / 2;
 
-  // Consumer 0 writes the logsumexps.
+  // The first half comes with the logsumexps.
   template <class Accumulators>
   CUTE_DEVICE static void write(ForwardParams const& params, KeyPart const& part, int query_length,
-                                int warpgroup, int first_column, Softmax& softmax,
+                                int half, Softmax& softmax,
                                 Accumulators& output) {
     int const row = part.tile * kTileQuery;
     // The combine kernel finishes rows of partial results, so none of them is valid here.
@@ -478,20 +456,21 @@ struct LatentOutputSm90 {
     softmax.finish(output, params.scale.softmax_scale, 1.0f,
                    LaneRowModifiers<Config, Grid>(params, rows));
     if (part.slot < 0) {
-      store(params, part, query_length, warpgroup, first_column, softmax, output);
+      store(params, part, query_length, half, softmax, output);
     } else {
-      store_partial(params, part.slot, warpgroup, first_column, softmax, output);
+      store_partial(params, part.slot, half, softmax, output);
     }
   }
 
   // Stores the finished output and logsumexps of a part that is a whole row tile.
   template <class Accumulators>
   CUTE_DEVICE static void store(ForwardParams const& params, KeyPart const& part, int query_length,
-                                int warpgroup, int first_column, Softmax const& softmax,
+                                int half, Softmax const& softmax,
                                 Accumulators const& output) {
     ProblemShape const& shape = params.shape;
     PackedRows<true> const rows(shape);
     Origin const origin = query_origin<Config>(shape, part.batch);
+    int const first_column = half * kColumns;
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
       int const row = part.tile * kTileQuery + Grid::element_row(2 * r, 0);
@@ -499,7 +478,7 @@ struct LatentOutputSm90 {
       int const own = min(row, query_length - 1);
       int const query = rows.query(own);
       int const head = rows.query_head(part.head, own);
-      store_global_if(valid && warpgroup == 0 && threadIdx.x % 4 == 0,
+      store_global_if(valid && half == 0 && threadIdx.x % 4 == 0,
                       params.logsumexp + logsumexp_offset<Config>(shape, origin, head) + query,
                       softmax.softmax_reference[r]);
       char* const out = row_pointer<Element>(params.out, origin.batch, origin.row + query, head);
@@ -511,15 +490,15 @@ struct LatentOutputSm90 {
  private:
   // Stores all rows, valid or not, so the combine kernel need not distinguish them.
   template <class Accumulators>
-  CUTE_DEVICE static void store_partial(ForwardParams const& params, int slot, int warpgroup,
-                                        int first_column, Softmax const& softmax,
+  CUTE_DEVICE static void store_partial(ForwardParams const& params, int slot, int half,
+                                        Softmax const& softmax,
                                         Accumulators const& output) {
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
       long long const row = (long long)slot * kTileQuery + Grid::element_row(2 * r, 0);
-      store_global_if(warpgroup == 0 && threadIdx.x % 4 == 0, params.partial_logsumexp + row,
+      store_global_if(half == 0 && threadIdx.x % 4 == 0, params.partial_logsumexp + row,
                       softmax.softmax_reference[r]);
-      float* const out = params.partial_out + row * Config::kValueDim + first_column;
+      float* const out = params.partial_out + row * Config::kValueDim + half * kColumns;
       CUTE_UNROLL
       for (int n = 0; n < cute::size<2>(output); ++n) {
         *reinterpret_cast<float2*>(out + Grid::element_column(0, n)) =
@@ -543,7 +522,7 @@ struct LatentSegmentOutputSm90 {
 
   template <class Accumulators>
   CUTE_DEVICE static void write(ForwardParams const& params, KeyPart const& part, int query_length,
-                                int warpgroup, int first_column, Softmax& softmax,
+                                int half, Softmax& softmax,
                                 Accumulators& output) {
     int const row = part.tile * kTileQuery;
     // The rows are finished when all segments are added up, so none of them is valid here.
@@ -552,25 +531,24 @@ struct LatentSegmentOutputSm90 {
                    LaneRowModifiers<Config, Grid>(params, none));
     SegmentResult const result = SegmentResult::of(part);
     // Read anew, because the main loop of a window has no registers for rows and addresses.
-    int const thread = int(thread_index()) % kWarpgroupSize;
-    int const warp = thread / kWarpSize;
-    int const lane = thread % kWarpSize;
+    int const warp = int(thread_index()) / kWarpSize;
+    int const lane = int(thread_index()) % kWarpSize;
     // All conditions are the same for a warp. Hazard: ptxas sees that by the votes only. Without
     // them it computes the matrix descriptors of the main loop in vector registers, and spills.
     if (!warp_any(row + warp * Tile::kWarpRows < query_length)) return;  // this warp has no rows
     WeightSum sums[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sums[r] = {softmax.softmax_reference[r], 1.0f};
-    int const slot = result.slot < 0 ? int(block_index()) : result.slot;
+    int const slot = result.slot < 0 ? int(block_index()) / Config::kCluster : result.slot;
     Tile const tile(params, slot, warp);
     if (warp_any(result.slot < 0)) {
-      add(tile, warp_any(result.continues), warpgroup, lane, softmax, sums, output);
+      add(tile, warp_any(result.continues), half, lane, softmax, sums, output);
       if (warp_any(result.ends)) {
-        finish(params, part, query_length, warpgroup, first_column, sums, softmax, output);
+        finish(params, part, query_length, half, sums, softmax, output);
         return;
       }
     }
-    store(tile, warpgroup, lane, sums, output);
+    store(tile, half, lane, sums, output);
   }
 
  private:
@@ -579,13 +557,13 @@ struct LatentSegmentOutputSm90 {
 
   // Adds the running sum to the output, which becomes the new one.
   template <class Accumulators>
-  CUTE_DEVICE static void add(Tile const& tile, bool continues, int warpgroup, int lane,
+  CUTE_DEVICE static void add(Tile const& tile, bool continues, int half, int lane,
                               Softmax const& softmax, WeightSum (&sums)[kRows],
                               Accumulators& output) {
     static_assert(kRows == 2 && decltype(cute::size<2>(output))::value == 2 * kPairs);
     sums[0] = sums[1] = WeightSum::empty();
     if (continues) {
-      float4 const weights = tile.weights(warpgroup, lane);
+      float4 const weights = tile.weights(half, lane);
       sums[0] = {weights.x, weights.y};
       sums[1] = {weights.z, weights.w};
     }
@@ -593,7 +571,7 @@ struct LatentSegmentOutputSm90 {
     for (int r = 0; r < kRows; ++r) {
       SumFactors const factors = sums[r].add(softmax.softmax_reference[r], 1.0f);
       if (continues) {
-        add_row(&tile.columns(r, warpgroup * kPairs, lane), r, factors, output);
+        add_row(&tile.columns(r, half * kPairs, lane), r, factors, output);
       } else {
         CUTE_UNROLL
         for (int n = 0; n < 2 * kPairs; ++n) {
@@ -628,15 +606,15 @@ struct LatentSegmentOutputSm90 {
   }
 
   template <class Accumulators>
-  CUTE_DEVICE static void store(Tile const& tile, int warpgroup, int lane,
+  CUTE_DEVICE static void store(Tile const& tile, int half, int lane,
                                 WeightSum const (&sums)[kRows], Accumulators const& output) {
-    tile.weights(warpgroup, lane) =
+    tile.weights(half, lane) =
         make_float4(sums[0].maximum, sums[0].weight, sums[1].maximum, sums[1].weight);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
       for (int pair = 0; pair < kPairs; ++pair) {
-        tile.columns(r, warpgroup * kPairs + pair, lane) =
+        tile.columns(r, half * kPairs + pair, lane) =
             make_float4(output(2 * r, 0, 2 * pair), output(2 * r + 1, 0, 2 * pair),
                         output(2 * r, 0, 2 * pair + 1), output(2 * r + 1, 0, 2 * pair + 1));
       }
@@ -646,7 +624,7 @@ struct LatentSegmentOutputSm90 {
   // Finishes the rows as the combine kernel does, and stores them.
   template <class Accumulators>
   CUTE_DEVICE static void finish(ForwardParams const& params, KeyPart const& part, int query_length,
-                                 int warpgroup, int first_column, WeightSum const (&sums)[kRows],
+                                 int half, WeightSum const (&sums)[kRows],
                                  Softmax& softmax, Accumulators& output) {
     RowsOfTile<true> const rows(params.shape, part.batch, part.head, part.tile * kTileQuery,
                                 query_length);
@@ -661,58 +639,47 @@ struct LatentSegmentOutputSm90 {
         output(2 * r + 1, 0, n) *= end.factor;
       }
     }
-    LatentOutputSm90<Config, Grid, Softmax>::store(params, part, query_length, warpgroup,
-                                                   first_column, softmax, output);
+    LatentOutputSm90<Config, Grid, Softmax>::store(params, part, query_length, half, softmax,
+                                                   output);
   }
 };
 
-// Consumer: the scores of every second KV block, and half of the output's columns over all KV
-// blocks.
+// Consumer: 64 rows, and half of the output's columns.
 
 // run() is called by the kernel with all threads of a consumer warpgroup.
 template <class Config, class Kernel>
 struct LatentConsumerSm90 {
   using Element = typename Config::Element;
   using Control = typename Kernel::Control;
-  using Exchange = typename Kernel::Exchange;
   using Mask = typename Kernel::Mask;
   using Modifiers = typename Kernel::Modifiers;
+  using OtherTile = typename Kernel::OtherTile;
   using OutGrid = typename Kernel::OutGrid;
-  using PanelTile = typename Kernel::PanelTile;
-  using ProbabilityTile = typename Kernel::ProbabilityTile;
+  using QueryOtherTile = typename Kernel::QueryOtherTile;
+  using QueryValueTile = typename Kernel::QueryValueTile;
   using ScoreGrid = typename Kernel::ScoreGrid;
+  using ScoreSum = typename Kernel::ScoreSum;
   using Softmax = typename Kernel::Softmax;
   using ValueTile = typename Kernel::ValueTile;
   static constexpr int kKeySteps = Config::kTileKey / 16;
-  static constexpr int kPanelSteps = PanelTile::kColumns / 16;
-  static constexpr int kOtherColumns = Kernel::kColumnGroups - 1;  // the group without values
-  static constexpr int kOthers = Kernel::kPanels - Kernel::group_begin(kOtherColumns);
-  static constexpr int kOwnPanels = kOthers + Kernel::kValuePanels;  // without the other's values
   static constexpr bool kKeySegments = Kernel::Schedule::kKeySegments;
   static constexpr int kTileKey = Kernel::kTileKey;
   static constexpr int kTileQuery = Kernel::kTileQuery;
 
-  // A consumer's position in the rings. The KV blocks whose scores it owns are in the buffer with
-  // its number.
+  // A consumer's position in the rings.
   struct Position {
     int warpgroup;
-    bool leader;         // one per warp
-    int releases;        // the CTA in whose barriers this lane releases keys, or -1
-    int next = 0;        // the buffer of the next part's first KV block
-    int own_parity = 0;  // of the consumer's own buffer
-    int other_parity = 0;
-    int sums = 0;  // the buffer of row sums
+    int row;         // the first one in the tile
+    int parity = 0;  // of the KV blocks whose scores it has added up
+    PipelineStage<Kernel::kStages> key;
     PipelineStage<Kernel::kWorkStages> slot;
   };
 
-  CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles,
-                              int sharers) {
+  CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
     Position at;
     // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
     at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
-    int const lane = int(threadIdx.x) % kWarpSize;
-    at.leader = lane == 0;
-    at.releases = lane >= sharers ? -1 : sharers == 1 ? cluster_rank() : lane;
+    at.row = Kernel::kKeyGroups == 1 ? at.warpgroup * kWarpgroupRows : 0;
     while (true) {
       control.work.wait(at.slot);
       KeyPart const part = control.parts[at.slot.index];
@@ -727,11 +694,11 @@ struct LatentConsumerSm90 {
   // All lanes of a warp call it when they have read the part.
   CUTE_DEVICE static void release_part(Control& control, Position& at) {
     __syncwarp();
-    if (at.leader) control.work.release(at.slot);
+    if (threadIdx.x % kWarpSize == 0) control.work.release(at.slot);
     at.slot.advance();
   }
 
-  // Computes a part: the KV blocks [begin, end) of a row tile, two at a time, one per consumer.
+  // Computes a part: the KV blocks [begin, end) of a row tile.
   CUTE_DEVICE static void compute(ForwardParams const& params, Control& control, uint32_t tiles,
                                   KeyPart const& part, Position& at) {
     Mask const mask(params.mask, params.shape, part.batch);
@@ -740,44 +707,38 @@ struct LatentConsumerSm90 {
     cute::clear(output);
     Softmax softmax;
     if (!has_queries(part)) {
-      // Hazard: the other consumer must have read the queries of the previous part. It has, because
-      // it has passed the barrier of add_row_sums().
+      // Hazard: the other consumer must have read the queries of the previous part.
+      sync_consumers();
       Kernel::Queries::load(params, part, mask.query_length, tiles);
       commit_copies();
       wait_copies<0>();
       fence_tma_store();
-      named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
+      sync_consumers();
     }
-    bool const starts = at.next == at.warpgroup;
-    // The number of KV blocks of a segment is even.
-    if constexpr (!kKeySegments) at.next ^= (part.end - part.begin) & 1;
     // The range is uniform over the warp; the shuffles make that visible to the compiler. Without
-    // them it computes matrix descriptors in vector registers: 168 R2UR for each KV block.
-    int block = __shfl_sync(0xffffffffu, part.begin, 0);
+    // them it computes matrix descriptors in vector registers.
+    int const begin = __shfl_sync(0xffffffffu, part.begin, 0);
     int const end = __shfl_sync(0xffffffffu, part.end, 0);
-    if (starts) {
-      add_own_block<false>(params, control, tiles, at, mask, part, block, scores, softmax, output);
-      ++block;
-    }
-    // `block` belongs to the other consumer.
     CUTE_NO_UNROLL
-    for (; block + 1 < end; block += Kernel::kWarpgroups) {
-      add_own_block<true>(params, control, tiles, at, mask, part, block + 1, scores, softmax,
-                          output);
+    for (int block = begin; block < end; ++block) {
+      // Hazard: a buffer always belongs to the same group. A group that waited for a buffer whose
+      // phase the other group reads would find it full of the KV block before.
+      if (Kernel::kKeyGroups == 1 || at.key.index % Kernel::kKeyGroups == at.warpgroup) {
+        add_block(params, control, tiles, at, mask, part, block, scores, softmax, output);
+      }
+      at.key.advance();
     }
-    if (block < end) add_other_values(control, tiles, at, softmax, output);
-    Exchange::add_row_sums(control.row_sums[at.sums], at.warpgroup, Kernel::kConsumerBarrier,
-                           softmax);
-    at.sums ^= 1;  // hazard: the other consumer may still read these
+    if constexpr (Kernel::kKeyGroups > 1) {
+      merge_groups(params, tiles, at.warpgroup, softmax, output);
+      if (at.warpgroup > 0) return;
+    }
     if constexpr (kKeySegments) {
       // Read anew, because the main loop of a window has no registers for them.
       KeyPart const own = control.parts[at.slot.index];
       int const query_length = Mask(params.mask, params.shape, own.batch).query_length;
-      Kernel::Output::write(params, own, query_length, at.warpgroup,
-                            at.warpgroup * Kernel::kColumns, softmax, output);
+      Kernel::Output::write(params, own, query_length, cluster_rank(), softmax, output);
     } else {
-      Kernel::Output::write(params, part, mask.query_length, at.warpgroup,
-                            at.warpgroup * Kernel::kColumns, softmax, output);
+      Kernel::Output::write(params, part, mask.query_length, cluster_rank(), softmax, output);
     }
   }
 
@@ -790,24 +751,31 @@ struct LatentConsumerSm90 {
     }
   }
 
-  // Adds a KV block whose scores this consumer owns, and with kFollows the other consumer's block
-  // before it. That one is added while the scores are half done: the panels for their second half
-  // arrive last, because the other consumer released them last. Added before the scores, it would
-  // delay them; added after them, it would occupy the other consumer's buffer for longer.
-  //
-  // Hazard: kFollows must be a compile-time constant, because ptxas serializes products if a branch
-  // separates them from the wait for other products.
-  template <bool kFollows, class Scores, class Output>
-  CUTE_DEVICE static void add_own_block(ForwardParams const& params, Control& control,
-                                        uint32_t tiles, Position& at, Mask const& mask,
-                                        KeyPart const& part, int block, Scores& scores,
-                                        Softmax& softmax, Output& output) {
-    add_scores(control, tiles, at, 0, kOwnPanels, scores);
-    if constexpr (kFollows) add_other_values(control, tiles, at, softmax, output);
-    add_scores(control, tiles, at, kOwnPanels, Kernel::kPanels, scores);
+  CUTE_DEVICE static void sync_consumers() {
+    named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
+  }
+
+  template <class Scores, class Output>
+  CUTE_DEVICE static void add_block(ForwardParams const& params, Control& control, uint32_t tiles,
+                                    Position& at, Mask const& mask, KeyPart const& part, int block,
+                                    Scores& scores, Softmax& softmax, Output& output) {
+    uint32_t const keys = Kernel::keys(tiles, at.key.index);
+    control.keys.wait(at.key);
+    fence_accumulators(scores);
+    begin_products();
+    warpgroup_gemm<Element, QueryValueTile::kColumns / 16>(
+        scores, operand<QueryValueTile, Contiguous::k>(tiles, at.row),
+        operand<ValueTile, Contiguous::k>(keys), false);
+    warpgroup_gemm<Element, QueryOtherTile::kColumns / 16>(
+        scores, operand<QueryOtherTile, Contiguous::k>(tiles + QueryValueTile::kBytes, at.row),
+        operand<OtherTile, Contiguous::k>(keys + ValueTile::kBytes), true);
+    commit_products();
     wait_products<0>();
     fence_accumulators(scores);
-    release_keys(control, at, at.warpgroup, kOtherColumns);
+    ScoreSum::add(control.sums[at.warpgroup],
+                  tiles + Kernel::kScoreSumOffset + at.warpgroup * ScoreSum::kBytes,
+                  1 - cluster_rank(), at.parity, scores);
+    at.parity ^= 1;
     Modifiers const modifiers = {{params.scale}, {params}, {}};
     ScoreTilePosition const tile = {part.batch, part.head, part.tile * kTileQuery,
                                     block * kTileKey};
@@ -817,117 +785,85 @@ struct LatentConsumerSm90 {
     auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
     fence_accumulators(scores);
     auto const probabilities = as_left_operand<Element>(scores);
-    publish(params, control, tiles, at, mask, part, block, softmax, correction, probabilities);
+    clear_unneeded(params, keys, at.warpgroup, mask, part, block);
     Softmax::rescale(output, correction);
-    add_values(control, tiles, at, at.warpgroup, probabilities, output);
-    at.own_parity ^= 1;
-  }
-
-  // Starts the products [begin, end) of S = Q K^T of the KV block in this consumer's buffer. Each
-  // product reads one panel, as soon as it has arrived. The panels that this consumer has released
-  // itself come first.
-  template <class Scores>
-  CUTE_DEVICE static void add_scores(Control& control, uint32_t tiles, Position const& at,
-                                     int begin, int end, Scores& scores) {
-    auto& barriers = control.keys[at.warpgroup];
-    uint32_t const keys = Kernel::keys(tiles, at.warpgroup);
-    fence_accumulators(scores);
-    CUTE_UNROLL
-    for (int i = begin; i < end; ++i) {
-      // The columns without values are the last ones.
-      int const value_panel =
-          (i - kOthers + at.warpgroup * Kernel::kValuePanels) % Kernel::group_begin(kOtherColumns);
-      int const panel = i < kOthers ? Kernel::group_begin(kOtherColumns) + i : value_panel;
-      wait_barrier(barriers.full[panel], at.own_parity);
-      begin_products();  // after each wait, else ptxas (CUDA 13.0) injects it (C7519)
-      warpgroup_gemm<Element, kPanelSteps>(
-          scores, operand<PanelTile, Contiguous::k>(tiles + panel * PanelTile::kBytes),
-          operand<PanelTile, Contiguous::k>(keys + panel * PanelTile::kBytes), i > 0);
-    }
+    fence_accumulators(output);
+    begin_products();
+    warpgroup_gemm<Element, kKeySteps>(output, probabilities,
+                                       operand<ValueTile, Contiguous::outer>(keys), true);
     commit_products();
+    wait_products<0>();
+    fence_accumulators(output);
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) control.keys.release(at.key);
   }
 
-  // Passes the probabilities of a KV block to the other consumer, with the softmax references.
-  template <class Probabilities>
-  CUTE_DEVICE static void publish(ForwardParams const& params, Control& control, uint32_t tiles,
-                                  Position const& at, Mask const& mask, KeyPart const& part,
-                                  int block, Softmax const& softmax,
-                                  typename Softmax::Correction const& correction,
-                                  Probabilities const& probabilities) {
-    // Hazard: every warp of this consumer must have read the other's probabilities, which these
-    // replace.
-    named_barrier_sync(Kernel::warpgroup_barrier(at.warpgroup), kWarpgroupSize);
-    store_operand<ProbabilityTile, ScoreGrid>(tiles + Kernel::kProbabilityOffset, probabilities);
-    Exchange::publish(control.references, softmax, correction);
+  // Clears the values of keys that no row needs, which may be NaN. With one key group both consumers
+  // do it: their zeros are the same, and scores of these keys are masked.
+  CUTE_DEVICE static void clear_unneeded(ForwardParams const& params, uint32_t keys, int warpgroup,
+                                         Mask const& mask, KeyPart const& part, int block) {
     int const column = block * kTileKey;
     bool clears = reads_beyond<Config>(mask.key_length, column + kTileKey, params.shape.key_length);
-    // Hazard: clear the value columns only. The other columns are already released.
-    using Values = SharedTile<kTileKey, Config::kValueDim>;
     if (clears) {
-      clear_rows<Values, kWarpgroupSize>(Kernel::keys(tiles, at.warpgroup),
-                                         max(mask.key_length - column, 0));
+      clear_rows<ValueTile, kWarpgroupSize>(keys, max(mask.key_length - column, 0));
     }
     if constexpr (kMayBeFreed<Config>) {
       int const unneeded = unneeded_rows<Config>(mask, part.tile * kTileQuery, column, kTileKey);
       clears = clears || unneeded > 0;
-      clear_rows<Values, kWarpgroupSize>(Kernel::keys(tiles, at.warpgroup), 0, unneeded);
+      clear_rows<ValueTile, kWarpgroupSize>(keys, 0, unneeded);
     }
+    if (!clears) return;
     fence_tma_store();
-    if (clears) named_barrier_sync(Kernel::warpgroup_barrier(at.warpgroup), kWarpgroupSize);
-    __syncwarp();
-    if (at.leader) arrive_barrier(control.probabilities[at.warpgroup]);
-    random_sleep();
+    named_barrier_sync(Kernel::warpgroup_barrier(warpgroup), kWarpgroupSize);
   }
 
-  // Computes O += P V of a KV block of the other consumer, whose probabilities are in shared
-  // memory.
+  // Merges the results of both key groups into the first one's registers, through the memory of the
+  // queries, half of the columns at a time.
   template <class Output>
-  CUTE_DEVICE static void add_other_values(Control& control, uint32_t tiles, Position& at,
-                                           Softmax& softmax, Output& output) {
-    int const other = 1 - at.warpgroup;
-    wait_barrier(control.probabilities[other], at.other_parity);
-    random_sleep();
-    auto const correction = Exchange::adopt(control.references, softmax);
-    Softmax::rescale(output, correction);
-    // Redundant wait: the owner of the scores has waited for these keys. It makes their arrival
-    // visible to this thread without relying on the other consumer.
+  CUTE_DEVICE static void merge_groups(ForwardParams const& params, uint32_t tiles, int warpgroup,
+                                       Softmax& softmax, Output& output) {
+    constexpr int kBlocks = decltype(cute::size<2>(output))::value / 2;
+    constexpr int kStatistics = kBlocks * kWarpgroupSize * 16;
+    static_assert(kStatistics + kWarpgroupSize * Softmax::kStagedBytes <= Kernel::kKeyOffset);
+    uint32_t const slots = tiles + int(threadIdx.x) % kWarpgroupSize * 16;
+    typename Softmax::Weights weights;
     CUTE_UNROLL
-    for (int panel = 0; panel < Kernel::kValuePanels; ++panel) {
-      wait_barrier(control.keys[other].full[at.warpgroup * Kernel::kValuePanels + panel],
-                   at.other_parity);
+    for (int half = 0; half < 2; ++half) {
+      sync_consumers();  // the queries, or the columns before, have been read
+      if (warpgroup > 0) {
+        // The place of a thread counts from thread 0 of the CTA.
+        constexpr int kBefore = kWarpgroupSize * Softmax::kStagedBytes;
+        if (half == 0) softmax.stage_registers(tiles + kStatistics - kBefore);
+        CUTE_UNROLL
+        for (int n = 0; n < kBlocks; ++n) {
+          auto const x = [&](int i) { return output(i, 0, half * kBlocks + n); };
+          store_shared_vector(slots + n * kWarpgroupSize * 16, x(0), x(1), x(2), x(3));
+        }
+      }
+      sync_consumers();
+      if (warpgroup > 0) continue;
+      if (half == 0) {
+        Softmax other;
+        other.unstage(tiles + kStatistics);
+        weights = softmax.merge(other, params.scale.softmax_scale);
+      }
+      CUTE_UNROLL
+      for (int n = 0; n < kBlocks; ++n) {
+        uint4 const words = load_shared_vector(slots + n * kWarpgroupSize * 16);
+        float const theirs[4] = {__uint_as_float(words.x), __uint_as_float(words.y),
+                                 __uint_as_float(words.z), __uint_as_float(words.w)};
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          float& x = output(i, 0, half * kBlocks + n);
+          x = x * weights.own[i / 2] + theirs[i] * weights.other[i / 2];
+        }
+      }
     }
-    add_values(control, tiles, at, other,
-               operand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset), output);
-    at.other_parity ^= 1;
-  }
-
-  // Computes O += P V for this consumer's columns of the values in a buffer, and releases them.
-  template <class Probabilities, class Output>
-  CUTE_DEVICE static void add_values(Control& control, uint32_t tiles, Position const& at,
-                                     int buffer, Probabilities const& probabilities,
-                                     Output& output) {
-    uint32_t const values = Kernel::keys(tiles, buffer) + at.warpgroup * ValueTile::kBytes;
-    fence_accumulators(output);
-    begin_products();
-    warpgroup_gemm<Element, kKeySteps>(output, probabilities,
-                                       operand<ValueTile, Contiguous::outer>(values), true);
-    commit_products();
-    wait_products<0>();
-    fence_accumulators(output);
-    release_keys(control, at, buffer, at.warpgroup);
-  }
-
-  // Releases a column group of a buffer in all CTAs that share its keys. All lanes of a warp call
-  // it.
-  CUTE_DEVICE static void release_keys(Control& control, Position const& at, int buffer,
-                                       int group) {
-    if (at.releases >= 0) arrive_cluster_barrier(control.keys[buffer].empty[group], at.releases);
-    random_sleep();
   }
 
   template <class Tile, Contiguous kOrder>
-  CUTE_DEVICE static DescriptorOperand<Tile, kOrder> operand(uint32_t tile) {
-    return DescriptorOperand<Tile, kOrder>(descriptor_address(tile));
+  CUTE_DEVICE static DescriptorOperand<Tile, kOrder> operand(uint32_t tile, int row = 0) {
+    return DescriptorOperand<Tile, kOrder>(descriptor_address(tile), row);
   }
 };
 
@@ -940,66 +876,57 @@ struct FmhaForwardLatentSm90 {
   static constexpr int kWarpgroups = 2;  // consumers
   static constexpr int kConsumers = kWarpgroups * kWarpgroupSize;
   static constexpr int kThreads = kConsumers + kWarpgroupSize;
-  // With fewer, the warp that plans the work spills before the first copy. Consumers need 208.
+  static constexpr int kCluster = Config::kCluster;  // CTAs, which divide the columns
+  static_assert(kCluster == 2);
+  // With fewer, the warp that plans the work spills before the first copy.
   static constexpr int kProducerRegisters = 88;
   static constexpr int kConsumerRegisters = consumer_registers<kThreads, kProducerRegisters>();
 
-  static constexpr int kColumns = Config::kValueDim / kWarpgroups;  // of a consumer's output
-  using ScoreGrid = WarpgroupGrid<kTileQuery, kTileKey>;
-  using OutGrid = WarpgroupGrid<kTileQuery, kColumns>;
+  // Groups of consumers that share the rows of a tile and take every second KV block.
+  static constexpr int kKeyGroups = kWarpgroups * kWarpgroupRows / kTileQuery;
+  static constexpr int kRowWarps = kTileQuery / 16;
+  static constexpr int kColumns = Config::kValueDim / kCluster;  // of the output, of this CTA
+  // The columns of keys without values, of this CTA.
+  static constexpr int kOtherColumns = (Config::kHeadDim - Config::kValueDim) / kCluster;
+  template <int kWidth>
+  using Grid = cute::conditional_t<kKeyGroups == 1, WarpGrid<kTileQuery, kWidth, kRowWarps, 16>,
+                                   WarpgroupGrid<kTileQuery, kWidth>>;
+  using ScoreGrid = Grid<kTileKey>;
+  using OutGrid = Grid<kColumns>;
   using Mask = ScoreMask<Config, ScoreGrid, true>;
   using Modifiers = ScoreModifiers<Config, NoBias, ScoreFunction<Config, ScoreGrid, false, true>>;
   using Softmax = OnlineSoftmax<1, false, has_large_scores<Config>()>;
-  using Exchange = SoftmaxExchange<ScoreGrid, Softmax>;
+  using ScoreSum = ColumnSum<ScoreGrid, true>;
   using Schedule = BalancedKeys<Config, Mask>;
   using Output =
       cute::conditional_t<Schedule::kKeySegments, LatentSegmentOutputSm90<Config, OutGrid, Softmax>,
                           LatentOutputSm90<Config, OutGrid, Softmax>>;
   using Queries = LatentQueriesSm90<Config, FmhaForwardLatentSm90>;
 
-  using QueryTile = SharedTile<kTileQuery, Config::kHeadDim>;
-  using KeyTile = SharedTile<kTileKey, Config::kHeadDim>;
-  using ValueTile = SharedTile<kTileKey, kColumns>;  // the columns of a consumer, in a KeyTile
-  using PanelTile = SharedTile<kTileKey, KeyTile::kPanelColumns>;
-  using ProbabilityTile = SharedTile<kTileQuery, kTileKey>;
-  static_assert(kTileQuery == kTileKey && KeyTile::kPanelBytes == PanelTile::kBytes);
+  using QueryValueTile = SharedTile<kTileQuery, kColumns>;
+  using QueryOtherTile = SharedTile<kTileQuery, kOtherColumns>;
+  using ValueTile = SharedTile<kTileKey, kColumns>;
+  using OtherTile = SharedTile<kTileKey, kOtherColumns>;
+  static_assert(OtherTile::kPanels == 1);
 
-  // A buffer of keys is released by column groups. Groups 0 and 1 are the consumers' value columns.
-  static constexpr int kColumnGroups = 3;
-  static constexpr int kPanels = KeyTile::kPanels;
-  static constexpr int kValuePanels = ValueTile::kPanels;  // per consumer
-  CUTE_HOST_DEVICE static constexpr int group_begin(int group) { return group * kValuePanels; }
-  CUTE_HOST_DEVICE static constexpr int group_end(int group) {
-    return group < kWarpgroups ? (group + 1) * kValuePanels : kPanels;
-  }
-  static_assert(kPanels > group_begin(kWarpgroups));
-
-  // A KV block occupies the buffer of the consumer that owns its scores, so buffers alternate.
-  static constexpr int kStages = kWarpgroups;
-  // The barriers of a buffer of keys: one per panel that arrives, and one per column group that is
-  // released.
-  struct KeyBarriers {
-    uint64_t full[kPanels];
-    uint64_t empty[kColumnGroups];
-  };
-
-  static constexpr int kCluster = Config::kCluster;  // CTAs
+  static constexpr int kStages = Config::kStages;
+  static_assert(kStages % kKeyGroups == 0);
+  static constexpr int kStageBytes = ValueTile::kBytes + OtherTile::kBytes;
   static constexpr int kWorkStages = 4;
+  static constexpr int kConvertingWarps = 3;
   // Everything in shared memory except the tiles.
   struct Control {
-    RowReference references[kTileQuery];
-    float row_sums[2][kWarpgroups][kTileQuery];  // alternating between parts
-    KeyBarriers keys[kStages];
-    uint64_t probabilities[kWarpgroups];  // of KV blocks of each consumer
+    typename ScoreSum::Barriers sums[kWarpgroups];
+    Pipeline<kStages> keys;
     Pipeline<kWorkStages> work;
     KeyPart parts[kWorkStages];
     // Set by the producer before a KV block with an invalid page is complete, and never cleared.
     bool may_miss_pages;
   };
 
-  static constexpr int kKeyOffset = QueryTile::kBytes;
-  static constexpr int kProbabilityOffset = kKeyOffset + kStages * KeyTile::kBytes;
-  static constexpr int kControlOffset = kProbabilityOffset + ProbabilityTile::kBytes;
+  static constexpr int kKeyOffset = QueryValueTile::kBytes + QueryOtherTile::kBytes;
+  static constexpr int kScoreSumOffset = kKeyOffset + kStages * kStageBytes;
+  static constexpr int kControlOffset = kScoreSumOffset + kWarpgroups * ScoreSum::kBytes;
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
   // Named barriers: one for the threads of each consumer, and one for both.
@@ -1007,20 +934,25 @@ struct FmhaForwardLatentSm90 {
   static constexpr int kConsumerBarrier = 1 + kWarpgroups;
 
   CUTE_DEVICE static uint32_t keys(uint32_t tiles, int stage) {
-    return tiles + kKeyOffset + stage * KeyTile::kBytes;
+    return tiles + kKeyOffset + stage * kStageBytes;
   }
 
-  CUTE_DEVICE static void init(Control& control, int sharers) {
+  CUTE_DEVICE static int cluster() { return int(block_index()) / kCluster; }
+  CUTE_DEVICE static int clusters() { return int(gridDim.x) / kCluster; }
+
+  // The first of this CTA's columns with values, and of the others.
+  CUTE_DEVICE static int first_value_column() { return cluster_rank() * kColumns; }
+  CUTE_DEVICE static int first_other_column() {
+    return Config::kValueDim + cluster_rank() * kOtherColumns;
+  }
+
+  CUTE_DEVICE static void init(Control& control) {
     constexpr int kWarps = kWarpgroupSize / kWarpSize;  // per consumer
+    constexpr int kProducers = Config::kFloat8Pages ? kConvertingWarps : 1;
     CUTE_UNROLL
-    for (int stage = 0; stage < kStages; ++stage) {
-      CUTE_UNROLL
-      for (uint64_t& barrier : control.keys[stage].full) init_barrier(barrier, 1);
-      CUTE_UNROLL
-      for (uint64_t& barrier : control.keys[stage].empty) init_barrier(barrier, kWarps * sharers);
-      init_barrier(control.probabilities[stage], kWarps);
-    }
-    control.work.init(kWarpgroups * kWarps + kColumnGroups);
+    for (auto& sum : control.sums) ScoreSum::init(sum);
+    control.keys.init(kWarps * kWarpgroups / kKeyGroups, kProducers);
+    control.work.init(kWarpgroups * kWarps + kProducers);
     control.may_miss_pages = false;
     fence_barrier_init();
   }
@@ -1033,32 +965,31 @@ struct FmhaForwardLatentSm90 {
     char* const shared = dynamic_shared();
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
     uint32_t const tiles = shared_address(shared);
-    int const sharers =
-        Config::kFloat8Pages ? 1 : Schedule(params, int(gridDim.x)).template sharers<kCluster>();
     if (threadIdx.x == kConsumers) {
       (prefetch_map(maps.key), ...);
-      init(control, sharers);
+      (prefetch_map(maps.key_half_panel), ...);
+      init(control);
     }
-    // Makes the barriers of each CTA visible to the threads of all of them.
+    // Makes the barriers of each CTA visible to the threads of both.
     arrive_cluster();
     wait_cluster();
 
     if (threadIdx.x >= kConsumers) {
       lower_registers<kProducerRegisters>();
       int const warp = (int(threadIdx.x) - kConsumers) / kWarpSize;
-      if (warp == kColumnGroups) {
+      if (warp == kConvertingWarps) {
         Producer::produce_parts(params, control);
       } else if constexpr (Config::kFloat8Pages) {
         LatentFloat8ProducerSm90<Config, FmhaForwardLatentSm90>::produce_keys(params, control,
                                                                               tiles, warp);
-      } else if (threadIdx.x % kWarpSize == 0) {
-        Producer::produce_keys(params, maps.key..., control, tiles, warp, sharers);
+      } else if (threadIdx.x == kConsumers) {
+        Producer::produce_keys(params, maps..., control, tiles);
       }
     } else {
       raise_registers<kConsumerRegisters>();
-      Consumer::run(params, control, tiles, sharers);
+      Consumer::run(params, control, tiles);
     }
-    // Hazard: this CTA must not end while the other one may still arrive at its barriers.
+    // Hazard: this CTA must not end while the other one may still send scores or arrive here.
     __syncwarp();
     arrive_cluster();
     wait_cluster();

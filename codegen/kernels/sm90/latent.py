@@ -17,7 +17,12 @@ from jax_memeff.codegen.kernels.common.base import (
     panel_columns,
     stage,
 )
-from jax_memeff.codegen.kernels.sm90.base import WgmmaKernel, WgmmaTile
+from jax_memeff.codegen.kernels.sm90.base import (
+    WARPGROUP_ROWS,
+    WgmmaKernel,
+    WgmmaTile,
+    wgmma_tile,
+)
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes, ceil_div, round_up
@@ -27,25 +32,26 @@ from jax_memeff.codegen.strategy import Strategy
 HEAD_DIM, VALUE_DIM = 576, 512
 """The columns of keys, and how many of them are values, in DeepSeek's models."""
 
-_TILE = WgmmaTile(
-    64,
-    64,
-    2,
-    "queries and two buffers of keys take 216 KB, and each of two consumers holds 256 columns of "
-    "the output in 128 registers a thread",
-    modifiers=("soft cap", "user functions"),
-)
-
-_TILES = {(HEAD_DIM, VALUE_DIM): (_TILE,)}
+_MODIFIERS = ("soft cap", "user functions")
+_TILES = {
+    (HEAD_DIM, VALUE_DIM): (
+        WgmmaTile(
+            64,
+            64,
+            4,
+            "two consumer groups take every second KV block: few rows are bound by memory",
+            modifiers=_MODIFIERS,
+        ),
+        WgmmaTile(
+            128, 64, 3, "216 KB: each consumer has 64 rows and all KV blocks", modifiers=_MODIFIERS
+        ),
+    )
+}
 
 _CLUSTER = 2
-"""The CTAs of a cluster."""
+"""The CTAs of a cluster, which divide the columns."""
 
 _CONSUMERS = 2
-_COLUMN_GROUPS = 3
-"""The groups of columns of a buffer of keys that are released separately: the values of each
-consumer, and the rest.
-"""
 _WORK_STAGES = 4
 _KEY_PART_BYTES = 24
 """``KeyPart`` of codegen/memeff/schedule/balanced_keys.cuh."""
@@ -94,7 +100,7 @@ _WARP_ROWS, _WEIGHT_NUMBERS = 16, 16
 numbers of its weights for each row.
 """
 
-_MOST_BLOCKS = 144
+_MOST_CTAS = 144
 """One CTA for each SM of a full GH100."""
 
 
@@ -125,6 +131,11 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         reasons = []
         if not pack_heads(problem):
             reasons.append("the rows of its tiles belong to several heads")
+        # Hazard: the order of the keys in a sum must not depend on the number of rows.
+        few = strategy.query_rows in ("16", "32", "64") and not spec[PAGES].is_invariant
+        rows = 64 if few else 128
+        if spec.tile.query != rows:
+            reasons.append(f"its tile has {spec.tile.query} rows, not {rows}")
         if spec[PAGES].is_float8 and spec.dtype != "bf16":
             # The keys times their scale may exceed the range of float16.
             reasons.append("it converts latent keys from float8 to bfloat16 only: cast the query")
@@ -140,21 +151,17 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         return ["latent"]
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """Queries, two buffers of keys and the probabilities of a KV block; for each row a softmax
-        reference and two pairs of sums; barriers: one for each panel of columns of a buffer, each
-        of its column groups, and the probabilities of each consumer; and whether pages may be
-        missing.
+        """Half of the columns of queries and of a ring of keys, the scores that each consumer
+        receives, and barriers.
         """
-        rows, panels = spec.tile.query, spec.padded_head_dim // panel_columns(spec.padded_head_dim)
-        stages = _CONSUMERS
-        operands = rows * (spec.padded_head_dim + spec.tile.key)
-        operands += stages * spec.tile.key * spec.padded_head_dim
-        barriers = stages * (panels + _COLUMN_GROUPS + 1)
+        columns = spec.padded_head_dim // _CLUSTER
+        rows = spec.tile.query + wgmma_tile(spec).stages * spec.tile.key
+        scores = _CONSUMERS * WARPGROUP_ROWS * spec.tile.key * 4
         return (
-            operands * spec.element_bytes
-            + rows * (shared_memory.STATISTICS_BYTES + 2 * _CONSUMERS * 4)
-            + barriers * shared_memory.BARRIER_BYTES
-            + _WORK_STAGES * shared_memory.PIPELINE_BYTES
+            rows * columns * spec.element_bytes
+            + scores
+            + _CONSUMERS * 2 * shared_memory.BARRIER_BYTES
+            + (wgmma_tile(spec).stages + _WORK_STAGES) * shared_memory.PIPELINE_BYTES
             + _WORK_STAGES * _KEY_PART_BYTES
             + _FLAG_BYTES
         )
@@ -162,13 +169,14 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
         if spec[PAGES].is_float8:  # warps load and convert the keys
             return ()
-        return (TensorMap("key", key_box_rows(spec), panel_columns(spec.padded_head_dim)),)
+        rows, columns = key_box_rows(spec), panel_columns(spec.padded_value_dim)
+        return TensorMap("key", rows, columns), TensorMap("key", rows, columns // 2)
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
         tile = spec.tile
 
         def clusters(sizes: Sizes) -> int:
-            return packed_row_tiles(sizes, _CLUSTER * tile.query) * ceil_div(sizes.keys, tile.key)
+            return packed_row_tiles(sizes, tile.query) * ceil_div(sizes.keys, tile.key)
 
         grid = Grid(clusters, most_per_sm=1).times(_CLUSTER)
         rows = Grid(
@@ -200,16 +208,16 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
-        """Each CTA of the main kernel's grid has two slots for partial results, and each row tile
-        records the slots that hold its parts. In a batch-invariant call a CTA has a slot for its
-        running sum, and there are others for segments. If these do not suffice, CTAs divide fewer
-        row tiles, which changes no bit.
+        """Each cluster of the main kernel's grid has two slots for partial results, and each row
+        tile records the slots that hold its parts. In a batch-invariant call a cluster has a slot
+        for its running sum, and there are others for segments. If these do not suffice, clusters
+        divide fewer row tiles, which changes no bit.
         """
         rows, columns = spec.tile.query, spec.padded_value_dim
         packed, heads = sizes.queries * sizes.group, sizes.batch * sizes.key_heads
-        tiles = heads * -(-packed // rows)
-        clusters = heads * -(-packed // (_CLUSTER * rows)) * -(-sizes.keys // spec.tile.key)
-        blocks = min(_CLUSTER * clusters, max(multiprocessors, _MOST_BLOCKS))
+        tiles = heads * ceil_div(packed, rows)
+        most = max(multiprocessors, _MOST_CTAS) // _CLUSTER
+        clusters = min(tiles * ceil_div(sizes.keys, spec.tile.key), most)
         yield Workspace("tile_parts", (tiles, _TILE_PARTS_WORDS), "int32")
         if spec[PAGES].is_invariant:
             of_group = SMALL_GROUP_SEGMENTS if sizes.group <= SMALL_GROUP else LARGE_GROUP_SEGMENTS
@@ -217,9 +225,9 @@ class FmhaFwdLatentSm90(WgmmaKernel):
             outputs = used * (columns + _WEIGHT_NUMBERS)
             # The first segment of a row tile is part of a running sum.
             segments = tiles * max(of_group.count(sizes.keys) - 1, 0)
-            slots = blocks + min(segments, pages.most_segments(outputs))
+            slots = clusters + min(segments, pages.most_segments(outputs))
             yield Workspace("partial_out", (slots, used, columns + _WEIGHT_NUMBERS))
         else:
-            slots = 2 * blocks * rows
+            slots = 2 * clusters * rows
             yield Workspace("partial_logsumexp", (slots,))
             yield Workspace("partial_out", (slots, columns))

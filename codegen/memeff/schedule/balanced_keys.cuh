@@ -1,5 +1,5 @@
 // Divides the KV blocks of all work tiles evenly over the CTAs of a persistent grid (stream-K,
-// Osama et al. 2023). Each CTA computes its share from the lengths, so a long sequence among short
+// Osama et al. 2023). Each worker computes its share from the lengths, so a long sequence among short
 // ones leaves no SM idle, and no separate kernel plans the work.
 //
 // Row tiles of the same sequence read the same keys. So `together` of them form an item, whose row
@@ -8,7 +8,7 @@
 //
 //   | cost | blocks of item 0 | cost | blocks of item 1 | ...
 //
-// Each group of CTAs gets an equal stretch of the line. If a stretch ends within an item, the item
+// Each group of workers gets an equal stretch of the line. If a stretch ends within an item, the item
 // is cut into parts, whose results are partial: a group has at most two, at the ends of its
 // stretch.
 //
@@ -37,7 +37,7 @@ struct KeyPart {
              // SegmentResult
 };
 
-// A SegmentResult is the place of a segment's result. A CTA that computes a row tile from its first
+// A SegmentResult is the place of a segment's result. A worker that computes a row tile from its first
 // key on adds up the segments, in order, in its running sum. Other segments have slots, which the
 // combine kernel adds to that sum.
 struct SegmentResult {
@@ -63,11 +63,13 @@ class BalancedKeys {
   static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
   static constexpr int kItemCost = kKeySegments ? 2 : 4;
 
-  CUTE_DEVICE explicit BalancedKeys(ForwardParams const& params, int ctas)
+  // A worker is a CTA, or a cluster whose CTAs divide the columns.
+  CUTE_DEVICE explicit BalancedKeys(ForwardParams const& params, int workers)
       : params_(params),
         tiles_(row_tiles(params.shape)),
-        together_(row_tiles_together(tiles_, ctas)) {
-    groups_ = ctas / together_;
+        together_(row_tiles_together(tiles_, workers)),
+        workers_(workers) {
+    groups_ = workers / together_;
   }
 
   // The number of row tiles of a key head and batch index, for the longest sequence.
@@ -75,31 +77,24 @@ class BalancedKeys {
     return ceil_div(PackedRows<true>(shape).count(shape.query_length), kTileQuery);
   }
 
-  // The CTAs of a cluster of kCluster that compute the same KV blocks at the same time, each for a
-  // row tile of its own; 1 if not all CTAs of a cluster do.
-  template <int kCluster>
-  CUTE_DEVICE int sharers() const {
-    return together_ % kCluster == 0 ? kCluster : 1;
-  }
-
   // The index of the TileParts of a row tile.
   CUTE_DEVICE static int index(ProblemShape const& shape, int batch, int head, int tile) {
     return (batch * shape.key_heads + head) * row_tiles(shape) + tile;
   }
 
-  // Whether share `number` of the keys belongs to this CTA, among those that read the same keys.
-  CUTE_DEVICE bool has_share(int cta, int number) const {
-    return number % together_ == cta % together_;
+  // Whether share `number` of the keys belongs to this worker, among those that read the same keys.
+  CUTE_DEVICE bool has_share(int worker, int number) const {
+    return number % together_ == worker % together_;
   }
 
-  // Calls use(part) for the parts of a CTA, in order, by all lanes of a warp.
+  // Calls use(part) for the parts of a worker, in order, by all lanes of a warp.
   template <class Use>
-  CUTE_DEVICE void for_each_part(int cta, Use use) const {
+  CUTE_DEVICE void for_each_part(int worker, Use use) const {
     Line const line = this->line();
     long long const total = line.units;
     if (total == 0) return;
     int const groups = groups_of(line);
-    int const group = cta / together_;
+    int const group = worker / together_;
     if (group >= groups) return;
     long long const begin = quotient(total * group, groups);
     long long const end = quotient(total * (group + 1), groups);
@@ -107,17 +102,17 @@ class BalancedKeys {
     long long before = 0;
     int slots = 0;
     for (int first = 0; first < items() && before < end; first = next_round(first)) {
-      Item const item = this->item(first + lane, cta);
+      Item const item = this->item(first + lane, worker);
       int const sum = sum_of_lanes(item.units());  // up to this lane
       long long const first_block = before + sum - item.range_size();
       int part_begin = cut(item, begin - first_block);
       int part_end = cut(item, end - first_block);
       bool const whole = part_end - part_begin == item.range_size();
       KeyPart part = item.part;
-      part.slot = whole ? -1 : part_begin == 0 ? 2 * cta + 1 : 2 * cta;
+      part.slot = whole ? -1 : part_begin == 0 ? 2 * worker + 1 : 2 * worker;
       TileParts parts;
       if constexpr (kKeySegments) {
-        parts = segment_parts(item, first_block, total, groups, cta, slots, part_begin, part_end,
+        parts = segment_parts(item, first_block, total, groups, worker, slots, part_begin, part_end,
                               part.slot);
       }
       part.begin += part_begin;
@@ -138,7 +133,7 @@ class BalancedKeys {
       if (is_own && part_begin == 0) {
         if constexpr (!kKeySegments) {
           long long const last = (first_block + item.range_size()) * groups - 1;
-          parts = {int(quotient(last, total)) - group + 1, 2 * cta + 1, 2 * (cta + together_),
+          parts = {int(quotient(last, total)) - group + 1, 2 * worker + 1, 2 * (worker + together_),
                    2 * together_};
         }
         params_.tile_parts[index(params_.shape, part.batch, part.head, part.tile)] = parts;
@@ -151,7 +146,7 @@ class BalancedKeys {
   static constexpr int kMostSlots = 1 << 28;  // more than any call has
   static constexpr int kWhole = -2;           // instead of a slot: the part is a whole item
 
-  // The row tile of this CTA in an item.
+  // The row tile of this worker in an item.
   struct Item {
     KeyPart part;   // all KV blocks of the CTA's row tile
     bool has_rows;  // of any row tile of the item
@@ -160,8 +155,7 @@ class BalancedKeys {
     CUTE_DEVICE int units() const { return range_size() == 0 ? 0 : range_size() + kItemCost; }
   };
 
-  // A divisor of the row tiles, so that no CTA of a group is idle, and even if possible, so that
-  // clusters of two share their copies.
+  // A divisor of the row tiles, so that no worker of a group is idle.
   CUTE_DEVICE static int row_tiles_together(int tiles, int ctas) {
     int const together = tiles % 4 == 0 ? 4 : tiles % 2 == 0 ? 2 : tiles % 3 == 0 ? 3 : 1;
     return together <= ctas ? together : 1;
@@ -173,13 +167,8 @@ class BalancedKeys {
   // The KV blocks of the item with this row tile.
   CUTE_DEVICE TileRange blocks(Mask const& mask, int tile) const {
     int const row = first_row(tile);
-    TileRange range = mask.key_tiles(row, together_ * kTileQuery, kTileKey);
+    TileRange const range = mask.key_tiles(row, together_ * kTileQuery, kTileKey);
     if (range.begin >= range.end) return {0, 0};
-    if constexpr (kKeySegments) {
-      // The order of a score's sum depends on the consumer, and each part begins with the same one.
-      // So every consumer has the same KV blocks in all calls. Masked blocks change no bit.
-      range = {range.begin / 2 * 2, ceil_div(range.end, 2) * 2};
-    }
     return range;
   }
 
@@ -205,11 +194,11 @@ class BalancedKeys {
   }
 
   // Gives slots to the segments of the items of all lanes, after the first `slots`, which are in
-  // use, and returns the parts of this lane's item. The part [part_begin, part_end) of this CTA
+  // use, and returns the parts of this lane's item. The part [part_begin, part_end) of this worker
   // changes if the item is not cut. `slot` becomes that of its first segment, or if it begins the
   // item, -1 or kWhole.
   CUTE_DEVICE TileParts segment_parts(Item const& item, long long first_block, long long total,
-                                      int groups, int cta, int& slots, int& part_begin,
+                                      int groups, int worker, int& slots, int& part_begin,
                                       int& part_end, int& slot) const {
     KeySegments<Config> const segments = {params_.shape};
     int const size = item.range_size();
@@ -221,20 +210,19 @@ class BalancedKeys {
     int const first = item.part.begin + first_cut;
     int count = segments.count(first, item.part.end);
     int const sum = sum_of_lanes(count);
-    int const ctas = int(gridDim.x);
-    // Hazard: the launcher has the number of slots, and each CTA's running sum takes one of them.
-    bool const fits = (long long)(slots + sum) * together_ <= params_.splits - ctas;
-    int const own = ctas + (slots + sum - count) * together_ + cta % together_;
+    // Hazard: the launcher has the number of slots, and each worker's running sum takes one of them.
+    bool const fits = (long long)(slots + sum) * together_ <= params_.splits - workers_;
+    int const own = workers_ + (slots + sum - count) * together_ + worker % together_;
     // Hazard: all segments of a call may be more than an int can count.
     slots = min(slots + __shfl_sync(0xffffffffu, sum, kWarpSize - 1), kMostSlots);
     if (count > 0 && !fits) {
       count = 0;
       part_begin = 0;
-      part_end = next_group - 1 == cta / together_ ? size : 0;
+      part_end = next_group - 1 == worker / together_ ? size : 0;
     }
     slot = own + segments.count(first, item.part.begin + part_begin) * together_;
     if (part_begin == 0) slot = part_end == size ? kWhole : -1;
-    return {1 + count, cta, own, together_};
+    return {1 + count, worker, own, together_};
   }
 
   // Calls use() for a part, or for each of its segments.
@@ -276,11 +264,11 @@ class BalancedKeys {
   }
 
   // The item at `index`; beyond the last one it has no KV blocks.
-  CUTE_DEVICE Item item(int index, int cta) const {
+  CUTE_DEVICE Item item(int index, int worker) const {
     if (index >= items()) return {{0, 0, 0, 0, 0, 0}, false};
     int const head_batch = index / items_of_head();
     int const batch = head_batch / params_.shape.key_heads;
-    int const tile = index % items_of_head() * together_ + cta % together_;
+    int const tile = index % items_of_head() * together_ + worker % together_;
     Mask const mask(params_.mask, params_.shape, batch);
     TileRange const range = blocks(mask, tile);
     return {{batch, head_batch % params_.shape.key_heads, tile, range.begin, range.end, -1},
@@ -359,7 +347,8 @@ class BalancedKeys {
   ForwardParams const& params_;
   int tiles_;     // per key head and batch index
   int together_;  // row tiles of an item
-  int groups_;    // of CTAs
+  int workers_;
+  int groups_;  // of workers
 };
 
 }  // namespace memeff

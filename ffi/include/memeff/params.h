@@ -261,9 +261,10 @@ struct TangentMaps : ForwardMaps {
   TensorMap value_tangent;
 };
 
-// The only tensor map of a kernel whose values are columns of the keys.
+// The tensor maps of a kernel whose values are columns of the keys: boxes of 64 columns, and of 32.
 struct KeyMap {
   TensorMap key;
+  TensorMap key_half_panel;
   static constexpr int kOptional = 0;
 };
 
