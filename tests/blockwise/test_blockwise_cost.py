@@ -135,11 +135,9 @@ def test_memory_is_linear():
     assert 0 < mebibytes < 256
 
 
-@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.1), ("bfloat16", 1.1)])
-def test_a_decode_step_does_not_copy_all_keys(dtype, share):
-    """Keys and values are transposed and widened tile by tile. XLA copies those of bfloat16 once,
-    as integers; as floats it would widen them, to twice their size.
-    """
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decode_step_does_not_copy_all_keys(dtype):
+    """Keys and values are transposed and widened tile by tile."""
     row, rows = (jax.ShapeDtypeStruct((4, length, 4, 64), dtype) for length in (1, 8192))
     lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
 
@@ -149,4 +147,4 @@ def test_a_decode_step_does_not_copy_all_keys(dtype, share):
         )
 
     analysis: Any = jax.jit(attend).lower(row, rows, rows, lengths).compile().memory_analysis()
-    assert analysis.temp_size_in_bytes < share * 2 * rows.size * rows.dtype.itemsize
+    assert analysis.temp_size_in_bytes < 0.1 * 2 * rows.size * rows.dtype.itemsize
