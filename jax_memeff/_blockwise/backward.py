@@ -134,7 +134,7 @@ def _backward_loops(
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> _Sums:
-    rows, cols, scale = problem.rows, problem.cols, problem.options.scaling.scale
+    rows, cols, kept_scale = problem.rows, problem.cols, problem.options.kept_scale
     needed = tuple(x is not None for x in sums.captured)
     # If a single tile has whole rows, its products give the sum, which costs less than the output.
     is_in_tile = problem.is_one_tile and problem.options.has_whole_rows
@@ -147,7 +147,7 @@ def _backward_loops(
     def query_block(index: Index, sums: _Sums) -> _Sums:
         row, first_row = rows.start(index)
         query = problem.query_tile(row)
-        dout_tile = scaled(problem.row_tile(dout, row), problem.options.kept_scale)
+        dout_tile = problem.row_tile(dout, row)
         lse_tile = problem.row_tile(lse[..., None], row)
         row_term_tile = problem.row_tile(row_term[..., None], row)
 
@@ -158,7 +158,7 @@ def _backward_loops(
 
         def kept_gradient(tile: Tile, col: Index) -> jax.Array:
             dprobabilities = dot("bkgth,bksh->bkgts", dout_tile, problem.value_tile(row, col))
-            return select(tile.keep, dprobabilities)
+            return scaled(select(tile.keep, dprobabilities), kept_scale)
 
         def add_to_row_term(index: Index, row_term: jax.Array) -> jax.Array:
             col, first_col = cols.start(index)
@@ -175,7 +175,7 @@ def _backward_loops(
             tile, probabilities = probabilities_of(key, col, first_col)
             dvalue = sums.value
             if dvalue is not None:
-                kept = select(tile.keep, probabilities)
+                kept = scaled(select(tile.keep, probabilities), kept_scale)
                 dvalue = _added(dvalue, dot("bkgts,bkgth->bksh", kept, dout_tile), (2, col))
             if not needs_scores_grad:
                 return sums._replace(value=dvalue)
@@ -190,6 +190,7 @@ def _backward_loops(
                 part = part + summed(flat, part.shape).astype(dbias.dtype)
                 dbias = written(dbias, part, (2, row), (3, col))
             dscores, dcaptured = tile.pull(dscores, captured)
+            dscores = scaled(dscores, problem.options.scaling.scale)
             dquery, dkey = sums.query, sums.key
             if dquery is not None:
                 dquery = dquery + dot("bkgts,bksh->bkgth", dscores, key)
@@ -203,7 +204,7 @@ def _backward_loops(
         dquery = None if sums.query is None else problem.zeros(*query.shape)
         block = problem.each_key_block(row, key_block, sums._replace(query=dquery))
         if sums.query is not None and block.query is not None:
-            block = block._replace(query=_added(sums.query, block.query * scale, (3, row)))
+            block = block._replace(query=_added(sums.query, block.query, (3, row)))
         return block
 
     return rows.each(query_block, sums)

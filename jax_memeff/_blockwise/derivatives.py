@@ -146,9 +146,9 @@ def _row_sums(operands: Operands, options: Options, lse: jax.Array) -> Sums:
         return x.astype(problem.accumulator)
 
     bias = None if operands.bias is None else widened(operands.bias)
-    keys = tuple(_blocks(x, cols, 2) for x in problem.whole_key_and_value())
+    keys = tuple(_blocks(widened(x), cols, 2) for x in problem.whole_key_and_value())
     queries = (
-        _blocks(widened(problem.whole_query()) * options.scaling.scale, rows, 3),
+        _blocks(widened(problem.whole_query()), rows, 3),
         _blocks(grouped(lse[..., None], operands.key.shape[2]), rows, 3),
     )
 

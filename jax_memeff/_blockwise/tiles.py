@@ -1,7 +1,7 @@
 """Tiles of scores, for the forward and the backward of the blockwise path.
 
-All arithmetic is float32 (float64 for float64 inputs): tiles of 16-bit operands are widened as they
-are read, and results are rounded once.
+All arithmetic is float32 (float64 for float64 inputs): 16-bit operands are widened tile by tile,
+and results are rounded once.
 """
 
 from __future__ import annotations
@@ -125,13 +125,12 @@ class Problem:
         return jnp.broadcast_to(jnp.sum(query[:0], dtype=self.accumulator), shape)
 
     def row_tile(self, x: jax.Array, start: Index) -> jax.Array:
-        """The rows of one Q block of an array [B, T, N, .], widened: [B, K, G, rows, .]."""
-        tile = _sliced(x, start, self.rows.size).astype(self.accumulator)
-        return grouped(tile, self.operands.key.shape[2])
+        """The rows of one Q block of an array [B, T, N, .], [B, K, G, rows, .]."""
+        return grouped(_sliced(x, start, self.rows.size), self.operands.key.shape[2])
 
     def query_tile(self, start: Index) -> jax.Array:
-        """The query rows of one block, times the scale."""
-        return self.row_tile(self._query(start, self.rows.size), 0) * self.options.scaling.scale
+        """The query rows of one block."""
+        return self.row_tile(self._query(start, self.rows.size), 0)
 
     def whole_query(self) -> jax.Array:
         """All queries, [B, K, G, T, H]."""
@@ -180,7 +179,7 @@ class Problem:
         rows = expanded(rows, divisor, self.group_shape[0])
         lengths = self.operands.mask.key_lengths
         rows = _select_rows(rows, None if lengths is None else lengths - start)
-        return rows.astype(self.accumulator).transpose(0, 2, 1, 3)
+        return rows.transpose(0, 2, 1, 3)
 
     def bias_tile(self, row: Index, col: Index) -> jax.Array | None:
         """The bias of one tile, [b, n, rows or 1, cols or 1]."""
@@ -239,7 +238,7 @@ class Problem:
         """Scores of one tile, masked.
 
         Args:
-            query: [B, K, G, rows, H], scaled.
+            query: [B, K, G, rows, H].
             key: [B, K, cols, H].
             bias: the result of :meth:`bias_tile`.
             row, col: the first element of the tile.
@@ -251,7 +250,8 @@ class Problem:
             bias = bias.astype(self.accumulator)
         coordinates = self._coordinates(row, col)
         valid = self._valid(bias, coordinates, row, col, first_row, first_col)
-        scores, slope = options.scaling.capped(dot("bkgth,bksh->bkgts", query, key))
+        products = scaled(dot("bkgth,bksh->bkgts", query, key), options.scaling.scale)
+        scores, slope = options.scaling.capped(products)
         function = None
         if coordinates is not None and options.score_function is not None:
             function = functools.partial(self._function, coordinates, valid)
@@ -396,8 +396,15 @@ def ungrouped(x: jax.Array) -> jax.Array:
 
 
 def dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product in at least float32. Products of two numbers of 16 bits are exact there, so XLA may
+    multiply such arrays as they are; other arrays are widened.
+    """
+    dtype = max(score_dtype(a.dtype), score_dtype(b.dtype), key=lambda dtype: dtype.itemsize)
+    if a.dtype != b.dtype:
+        a, b = a.astype(dtype), b.astype(dtype)
     # By default, GPUs and TPUs round float32 operands to fewer bits.
-    return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST)
+    precision = lax.Precision.HIGHEST
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=dtype)
 
 
 def _and(a: jax.Array | None, b: jax.Array) -> jax.Array:
