@@ -5,9 +5,10 @@ Re, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness
 B.4. The outer loop runs over Q blocks: the gradient of a Q block is accumulated in place, the
 gradients of key and value in buffers of the size of key and value.
 
-``rowsum(dout * out)`` is also ``sum(p * dp)``, which a single tile has at hand. Several tiles take
-the output, unless that has too few digits (``_call/functions.py``). Then a first loop over the KV
-blocks of each Q block adds up ``sum(p * dp)``.
+``rowsum(dout * out)`` is also ``sum(p * dp)``, which a single tile has at hand, and takes if the
+output has 16 bits. Several tiles take the output, unless that has too few digits for a gradient
+(``_call/functions.py``). Then a first loop over the KV blocks of each Q block adds up
+``sum(p * dp)``.
 """
 
 from __future__ import annotations
@@ -136,8 +137,9 @@ def _backward_loops(
 ) -> _Sums:
     rows, cols, kept_scale = problem.rows, problem.cols, problem.options.kept_scale
     needed = tuple(x is not None for x in sums.captured)
-    # If a single tile has whole rows, its products give the sum, which costs less than the output.
-    is_in_tile = problem.is_one_tile and problem.options.has_whole_rows
+    # An output of 16 bits has fewer digits than the products of a tile with whole rows.
+    is_rounded = problem.operands.query.dtype != problem.accumulator
+    is_in_tile = problem.is_one_tile and problem.options.has_whole_rows and is_rounded
     is_first_loop = not is_in_tile and needs_exact_delta(problem.operands, problem.options, needed)
     given = None if is_in_tile or is_first_loop else out
     dout, lse, row_term = _row_arrays(problem, row_is_live, given, lse, dout, dlse)

@@ -110,6 +110,8 @@ def _tile(
 ) -> jax.Array:
     pages, pool_rows = operands.pages, pool.shape[0]
     assert pages is not None
+    # Part of the loop's body: XLA for CPUs would otherwise widen the whole pool before the loop.
+    pool, rows = lax.optimization_barrier((pool, rows))
     tile = jnp.take(pool, rows, 0, mode="fill", fill_value=0).astype(dtype)
     tile = tile.reshape(1, rows.shape[0], operands.key.shape[2], dim)
     if scale is not None:
