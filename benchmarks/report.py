@@ -47,6 +47,7 @@ _NAMES = (
 )
 _FIRST_RESULTS = {"cold": "empty cache", "warm": "filled cache", "archive": "archive"}
 _GRID = frozenset(("main", "small", "tiny"))
+_WITH_MEMORY = ("memory", "cpu")
 _MISSING = "n/a"
 _FEW_QUERIES = "decode"
 
@@ -140,13 +141,22 @@ def _figures(
     return table([unit, *document["peers"].values()], rows) if rows else ""
 
 
+def _mebibytes(size: int) -> str:
+    """
+    >>> _mebibytes(3 * 2**19), _mebibytes(3 * 2**30)
+    ('1.5', '3072')
+    """
+    mebibytes = size / 2**20
+    return f"{mebibytes:.1f}" if mebibytes < 10 else f"{mebibytes:.0f}"
+
+
 def _memory(document: dict[str, Any]) -> str:
-    """MiB that XLA plans for a call of each ``memory`` cell; other peers do not report it."""
+    """MiB that XLA plans for a call of each cell of some groups; other peers do not report it."""
     rows = []
     for cell in document["cells"]:
-        for direction, results in cell["results"].items() if cell["group"] == "memory" else ():
+        for direction, results in cell["results"].items() if cell["group"] in _WITH_MEMORY else ():
             sizes = (results[peer].get("temporary_bytes") for peer in document["peers"])
-            figures = [_MISSING if size is None else f"{size / 2**20:.0f}" for size in sizes]
+            figures = [_MISSING if size is None else _mebibytes(size) for size in sizes]
             rows.append([f"{cell['name']}, {plots.TITLES[direction].lower()}", *figures])
     return table(["MiB", *document["peers"].values()], rows) if rows else ""
 

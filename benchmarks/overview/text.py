@@ -19,7 +19,7 @@ EXTRACT = {
     ),
     "NVIDIA H100 80GB HBM3": ("functions of scores and masks", "steps of a server"),
     "NVIDIA H200 with kernels for compute_80": ("main grid", "bias, dropout, both"),
-    "AMD EPYC on 2 threads": ("plain JAX on a CPU",),
+    "Intel(R) Xeon(R) Processor on 2 threads": ("plain JAX on a CPU",),
 }
 """The rows of the README, by device. Those of all head dims are one row."""
 ALTERNATIVE = "A point for each cell: the time of its fastest peer over ours"
