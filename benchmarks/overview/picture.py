@@ -20,6 +20,8 @@ _COLORS = ("#2171b5", "#e31a1c")
 """The color of cells at least as fast as the fastest peer, and the color of slower ones."""
 _MARKS = dict(zip(DIRECTIONS, ("o", "^"), strict=True))
 _TICKS = (0.5, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16)
+_LARGEST = 16
+"""Larger ratios are drawn here: a call that skips nearly all keys would squeeze the others."""
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -63,7 +65,9 @@ def _points(axis: Axes, rows: Sequence[Row]) -> None:
     for number, row in enumerate(rows):
         for direction, offset in zip(DIRECTIONS, (-0.16, 0.16), strict=True):
             for is_slower in (False, True):
-                points = [c.ratio for c in row.of(direction) if c.is_slower == is_slower]
+                points = [
+                    min(c.ratio, _LARGEST) for c in row.of(direction) if c.is_slower == is_slower
+                ]
                 axis.plot(
                     points,
                     [number + offset] * len(points),
@@ -91,10 +95,13 @@ def _labels(axis: Axes, rows: Sequence[Row]) -> None:
 
 
 def _scale(axis: Axes, ratios: Sequence[float]) -> None:
-    lowest, highest = min(0.9, *ratios) * 0.97, max(1.1, *ratios) * 1.05
+    lowest, highest = min(0.9, *ratios) * 0.97, min(_LARGEST, max(1.1, *ratios)) * 1.05
     axis.set_xscale("log")
     axis.set_xlim(lowest, highest)
     ticks = [tick for tick in _TICKS if lowest <= tick <= highest]
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
+    labels = [f"{tick:g}" for tick in ticks]
+    if max(ratios) > _LARGEST:
+        labels[-1] = f"≥{_LARGEST}"
+    axis.set_xticks(ticks, labels, fontsize=8)
     axis.minorticks_off()
     axis.set_xlabel("fastest peer's time / ours (red: slower)", fontsize=9)
