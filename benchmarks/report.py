@@ -32,6 +32,7 @@ _BLOCK = re.compile(
     r"(<!-- benchmarks:begin (?P<name>\w+) -->\n).*?(<!-- benchmarks:end -->)", re.DOTALL
 )
 _FIRST_RESULTS = {"cold": "empty cache", "warm": "filled cache", "archive": "archive"}
+_WITH_MEMORY = ("memory", "cpu")
 _MISSING = "n/a"
 
 PAGES = {
@@ -125,6 +126,8 @@ def _page(name: str, groups: Sequence[Group], documents: Sequence[dict[str, Any]
         for own_page, tables_of in _OTHERS.items():
             if name == (own_page if kind == "hopper" else kind):
                 parts.append(tables_of(document))
+        if kind == name == "cpu":
+            parts.append(memory(document))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -304,17 +307,26 @@ def tables(document: dict[str, Any]) -> str:
 
 
 def memory(document: dict[str, Any]) -> str:
-    """MiB that XLA plans for a call of each ``memory`` cell; other peers do not report it."""
+    """MiB that XLA plans for a call of each cell of some groups; other peers do not report it."""
     rows = []
     for cell in document.get("cells", ()):
-        for direction, results in cell["results"].items() if cell["group"] == "memory" else ():
+        for direction, results in cell["results"].items() if cell["group"] in _WITH_MEMORY else ():
             sizes = (results[peer].get("temporary_bytes") for peer in document["peers"])
-            figures = [_MISSING if size is None else f"{size / 2**20:.0f}" for size in sizes]
+            figures = [_MISSING if size is None else _mebibytes(size) for size in sizes]
             rows.append([f"{cell['name']}, {DIRECTIONS[direction]}", *figures])
     if not rows:
         return ""
     header = ["MiB beyond operands and results", *document["peers"].values()]
     return f"## Memory\n\n{table(header, rows)}"
+
+
+def _mebibytes(size: int) -> str:
+    """
+    >>> _mebibytes(3 * 2**19), _mebibytes(3 * 2**30)
+    ('1.5', '3072')
+    """
+    mebibytes = size / 2**20
+    return f"{mebibytes:.1f}" if mebibytes < 10 else f"{mebibytes:.0f}"
 
 
 def insert(text: str, blocks: dict[str, str]) -> str:

@@ -36,6 +36,8 @@ class Cell:
     """Each batch index holds this many documents of equal length, separated by segment ids."""
     mask_block: int | None = None
     """A ``[1, 1, T, S]`` boolean mask of square blocks with this many rows; a quarter are true."""
+    valid_keys: int | None = None
+    """Each batch index attends to this many keys, the first ones."""
     function: str | None = None
     """A function of ``user_functions``. It replaces the argument with the same meaning, if there is
     one: ``documents``, ``window``, ``soft_cap``."""
@@ -77,6 +79,8 @@ class Cell:
             parts.append(f"{self.documents} documents")
         if self.mask_block is not None:
             parts.append(f"mask in blocks of {self.mask_block}")
+        if self.valid_keys is not None:
+            parts.append(f"{self.valid_keys} valid keys")
         if self.causal:
             parts.append("causal")
         if self.window is not None:
@@ -99,7 +103,8 @@ class Cell:
         >>> decode()[1].key_value_bytes == 2 * 32768 * 8 * 128 * 2
         True
         """
-        elements = self.batch * self.key_length * self.key_heads * (self.head_dim + self.value_dim)
+        keys = self.valid_keys or self.key_length
+        elements = self.batch * keys * self.key_heads * (self.head_dim + self.value_dim)
         return elements * (4 if self.dtype == "float32" else 2)
 
     def flops(self, backward: bool) -> float:
@@ -117,6 +122,8 @@ class Cell:
             lengths = [(length, length) for length in self.sequences]
         pairs = sum(rows * columns for rows, columns in lengths) * (0.5 if self.causal else 1.0)
         pairs /= (self.documents or 1) * (1 if self.mask_block is None else 4)
+        if self.valid_keys is not None:
+            pairs *= self.valid_keys / self.key_length
         if self.window is not None:
             rows = range(self.query_length)
             pairs = sum(
@@ -324,16 +331,16 @@ def functions() -> list[Cell]:
 def cpu() -> list[Cell]:
     """Decode steps and training of a size for a CPU, which runs the path in plain JAX."""
     return [
-        Cell("cpu", 8, 1, 4096, 8, 8, 64, 64, dtype="float32", gradients=False),
         Cell("cpu", 8, 1, 4096, 8, 8, 64, 64, gradients=False),
+        Cell("cpu", 8, 1, 4096, 8, 8, 64, 64, gradients=False, valid_keys=100),
         Cell("cpu", 8, 1, 4096, 32, 8, 128, 128, gradients=False),
+        _square("cpu", 1024, 16, 4, 64),
         _square("cpu", 1024, 16, 4, 64, dtype="float32"),
-        _square("cpu", 4, 512, 8, 64, dtype="float32", causal=True),
-        _square("cpu", 1, 2048, 8, 64, dtype="float32", causal=True),
-        _square("cpu", 1, 2048, 8, 64, dtype="float32", causal=True, window=256),
-        _square("cpu", 2, 1024, 8, 64),
-        _square("cpu", 1, 2048, 8, 64, dtype="float32", documents=8),
         _square("cpu", 2, 512, 8, 64, dtype="float32", bias=True),
+        _square("cpu", 2, 1024, 8, 64, causal=True),
+        _square("cpu", 1, 2048, 8, 64, dtype="float32", causal=True),
+        _square("cpu", 1, 1024, 8, 64, dtype="float32", causal=True, window=128),
+        _square("cpu", 1, 1024, 8, 64, dtype="float32", mask_block=128),
     ]
 
 

@@ -24,6 +24,7 @@ class Inputs(NamedTuple):
     dropout_key: jax.Array | None = None
     segment_ids: jax.Array | None = None
     mask: jax.Array | None = None
+    key_lengths: jax.Array | None = None
     table: jax.Array | None = None
     """The float array that the cell's function reads; its gradient is measured, too."""
 
@@ -52,6 +53,7 @@ def make(cell: Cell) -> Inputs:
         dropout_key=jax.random.PRNGKey(1) if cell.dropout else None,
         segment_ids=None if cell.documents is None else _segment_ids(cell, cell.documents),
         mask=None if cell.mask_block is None else _mask(cell, cell.mask_block),
+        key_lengths=None if cell.valid_keys is None else jnp.full(batch, cell.valid_keys),
         table=in_jax.table(cell),
     )
 

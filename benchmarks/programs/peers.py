@@ -74,6 +74,7 @@ def _memeff(
             mask = jax_memeff.Mask.segments(ids, ids)
         arguments: dict[str, Any] = {
             "mask": mask,
+            "key_value_seq_lengths": inputs.key_lengths,
             "is_causal": cell.causal,
             "local_window_size": None if cell.window is None else (cell.window, 0),
             "logits_soft_cap": cell.soft_cap,
@@ -103,6 +104,7 @@ def _jax_nn(cell: Cell, implementation: Literal["xla", "cudnn"]):
             inputs.value,
             inputs.bias,
             inputs.mask,
+            key_value_seq_lengths=inputs.key_lengths,
             is_causal=cell.causal,
             local_window_size=None if cell.window is None else (cell.window, 0),
             implementation=implementation,
@@ -300,7 +302,7 @@ PEERS = {
             "Pallas Mosaic GPU (f16)",
             "jax",
             _pallas_mosaic_gpu,
-            _without("window", "bias", "dropout", "soft_cap", "mask_block"),
+            _without("window", "bias", "dropout", "soft_cap", "mask_block", "valid_keys"),
             # Its shared-memory buffers are declared float16, whatever the operands are.
             dtype="float16",
             prescaled=True,
@@ -310,21 +312,21 @@ PEERS = {
             "torch mem-efficient",
             "torch",
             functools.partial(_torch_sdpa, backend="EFFICIENT_ATTENTION"),
-            _without("window", "soft_cap", "mask_block"),
+            _without("window", "soft_cap", "mask_block", "valid_keys"),
         ),
         Peer(
             "torch_flash",
             "torch FlashAttention-2",
             "torch",
             _torch_flash,
-            _without("soft_cap", "mask_block"),
+            _without("soft_cap", "mask_block", "valid_keys"),
         ),
         Peer(
             "torch_flash_deterministic",
             "torch FlashAttention-2 (deterministic)",
             "torch",
             _torch_flash,
-            _without("soft_cap", "mask_block"),
+            _without("soft_cap", "mask_block", "valid_keys"),
             deterministic=True,
         ),
         Peer(
@@ -332,7 +334,7 @@ PEERS = {
             "torch cuDNN",
             "torch",
             functools.partial(_torch_sdpa, backend="CUDNN_ATTENTION"),
-            _without("window", "soft_cap", "mask_block"),
+            _without("window", "soft_cap", "mask_block", "valid_keys"),
         ),
         Peer("torch_varlen", "torch varlen FlashAttention-2", "torch", _torch_varlen, _only_varlen),
         Peer(
@@ -340,7 +342,7 @@ PEERS = {
             "FlashAttention-4",
             "torch",
             _flash_attention_4,
-            _without("bias", "dropout", "mask_block", packed=True),
+            _without("bias", "dropout", "mask_block", "valid_keys", packed=True),
             compiles=True,  # into a disk cache if its variable is set
         ),
         Peer(

@@ -5,9 +5,10 @@ Re, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness
 B.4. The outer loop runs over Q blocks: the gradient of a Q block is accumulated in place, the
 gradients of key and value in buffers of the size of key and value.
 
-``rowsum(dout * out)`` follows from the output, unless that has too few digits
-(``_call/functions.py``). Then it is ``sum(p * dp)``, from a first loop over the KV blocks of each Q
-block.
+``rowsum(dout * out)`` is also ``sum(p * dp)``, which a single tile has at hand, and takes if the
+output has 16 bits. Several tiles take the output, unless that has too few digits for a gradient
+(``_call/functions.py``). Then a first loop over the KV blocks of each Q block adds up
+``sum(p * dp)``.
 """
 
 from __future__ import annotations
@@ -19,22 +20,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._blockwise.tiles import (
+    Index,
     Problem,
     Tile,
     dot,
-    grouped,
     has_probabilities,
-    read_block,
+    scaled,
     select,
     ungrouped,
-    when,
-    write_block,
+    written,
 )
 from jax_memeff._call.divisors import gradient_shape, summed
 from jax_memeff._call.functions import needs_delta_from_scores
 from jax_memeff._call.gradients import Gradients, NeedsGrad
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.mask.tiles import slice_tile
+from jax_memeff._call.mask.tiles import slice_axis, slice_tile
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 
@@ -81,7 +81,9 @@ def backward(
     # shortcut is not taken: in ring attention that column is not the whole row.
     constant_rows = bias is not None and bias.shape[3] == 1 != operands.key.shape[1]
     sums = _Sums(
-        query=problem.zeros(*problem.query.shape) if needs_grad.query else None,
+        query=problem.zeros(*problem.group_shape, *operands.query.shape[1::2])
+        if needs_grad.query
+        else None,
         key=_zeros_by_head(problem, operands.key) if needs_grad.key else None,
         value=_zeros_by_head(problem, operands.value) if needs_grad.value else None,
         bias=_bias_sums(problem) if needs_bias_grad and not constant_rows else None,
@@ -121,7 +123,7 @@ def backward(
 def _zeros_by_head(problem: Problem, x: jax.Array) -> jax.Array:
     """Zeros for the gradient of keys or values, [B, K, S, .]."""
     _, columns, kv_heads, dim = x.shape
-    return problem.zeros(problem.query.shape[0], kv_heads, columns, dim)
+    return problem.zeros(problem.group_shape[0], kv_heads, columns, dim)
 
 
 def _backward_loops(
@@ -133,101 +135,90 @@ def _backward_loops(
     dout: jax.Array,
     dlse: jax.Array | None,
 ) -> _Sums:
-    rows, cols, dtype = problem.rows, problem.cols, problem.accumulator
+    rows, cols, kept_scale = problem.rows, problem.cols, problem.options.kept_scale
     needed = tuple(x is not None for x in sums.captured)
-    has_delta_from_scores = needs_delta_from_scores(problem.operands, problem.options, needed)
-    dout, lse, row_term = _row_arrays(
-        problem, row_is_live, None if has_delta_from_scores else out, lse, dout, dlse
+    # An output of 16 bits has fewer digits than the products of a tile with whole rows.
+    is_rounded = problem.operands.query.dtype != problem.accumulator
+    is_in_tile = problem.is_one_tile and problem.options.has_whole_rows and is_rounded
+    is_first_loop = not is_in_tile and needs_delta_from_scores(
+        problem.operands, problem.options, needed
     )
+    given = None if is_in_tile or is_first_loop else out
+    dout, lse, row_term = _row_arrays(problem, row_is_live, given, lse, dout, dlse)
     needs_scores_grad = bool(jax.tree.leaves(sums._replace(value=None)))
     captured = {i: problem.captured[i] for i, x in enumerate(sums.captured) if x is not None}
 
-    def query_block(index: jax.Array, sums: _Sums) -> _Sums:
+    def query_block(index: Index, sums: _Sums) -> _Sums:
         row, first_row = rows.start(index)
         query = problem.query_tile(row)
-        dout_tile = lax.dynamic_slice_in_dim(dout, row, rows.size, 3).astype(dtype)
-        dout_tile = dout_tile * problem.options.kept_scale
-        lse_tile = lax.dynamic_slice_in_dim(lse, row, rows.size, 3)
-        row_term_tile = lax.dynamic_slice_in_dim(row_term, row, rows.size, 3)
+        dout_tile = problem.row_tile(dout, row)
+        lse_tile = problem.row_tile(lse[..., None], row)
+        row_term_tile = problem.row_tile(row_term[..., None], row)
 
-        def probabilities_of(key: jax.Array, col: jax.Array, first_col: jax.Array):
+        def probabilities_of(key: jax.Array, col: Index, first_col: Index):
             bias = problem.bias_tile(row, col)
             tile = problem.tile(query, key, bias, row, col, first_row, first_col)
             return tile, jnp.exp(tile.scores - lse_tile)
 
-        def kept_gradient(tile: Tile, col: jax.Array) -> jax.Array:
+        def kept_gradient(tile: Tile, col: Index) -> jax.Array:
             dprobabilities = dot("bkgth,bksh->bkgts", dout_tile, problem.value_tile(row, col))
-            return select(tile.keep, dprobabilities)
+            return scaled(select(tile.keep, dprobabilities), kept_scale)
 
-        def add_to_row_term(index: jax.Array, row_term: jax.Array) -> jax.Array:
+        def add_to_row_term(index: Index, row_term: jax.Array) -> jax.Array:
             col, first_col = cols.start(index)
+            tile, probabilities = probabilities_of(problem.key_tile(row, col), col, first_col)
+            terms = probabilities * kept_gradient(tile, col)
+            return row_term + jnp.sum(terms, -1, keepdims=True)
 
-            def update(row_term: jax.Array) -> jax.Array:
-                tile, probabilities = probabilities_of(problem.key_tile(row, col), col, first_col)
-                terms = probabilities * kept_gradient(tile, col)
-                return row_term + jnp.sum(terms, -1, keepdims=True)
+        if is_first_loop:
+            row_term_tile = problem.each_key_block(row, add_to_row_term, row_term_tile)
 
-            return when(problem.may_attend(row, col), update, row_term)
-
-        if has_delta_from_scores:
-            row_term_tile = lax.fori_loop(0, cols.count, add_to_row_term, row_term_tile)
-
-        def key_block(index: jax.Array, sums: _Sums) -> _Sums:
+        def key_block(index: Index, sums: _Sums) -> _Sums:
             col, first_col = cols.start(index)
-
-            def update(local: _Sums) -> _Sums:
-                key = problem.key_tile(row, col)
-                tile, probabilities = probabilities_of(key, col, first_col)
-                dvalue = local.value
-                if dvalue is not None:
-                    kept = select(tile.keep, probabilities)
-                    dvalue = dvalue + dot("bkgts,bkgth->bksh", kept, dout_tile)
-                if not needs_scores_grad:
-                    return local._replace(value=dvalue)
-                dscores = probabilities * (kept_gradient(tile, col) - row_term_tile)
-                dbias = local.bias
-                if dbias is not None:
-                    flat = dscores.reshape(dscores.shape[0], -1, rows.size, cols.size)
-                    dbias = dbias + summed(flat, dbias.shape).astype(dbias.dtype)
-                dscores, dcaptured = tile.pull(dscores, captured)
-                dquery, dkey = local.query, local.key
-                if dquery is not None:
-                    dquery = dquery + dot("bkgts,bksh->bkgth", dscores, key)
-                if dkey is not None:
-                    dkey = dkey + dot("bkgts,bkgth->bksh", dscores, query)
-                summed_captured = (
-                    None if x is None else x + dcaptured[index]
-                    for index, x in enumerate(local.captured)
-                )
-                return _Sums(dquery, dkey, dvalue, dbias, tuple(summed_captured))
-
-            # If possible, only slices pass through the conditional: XLA may copy its operands.
-            local = _Sums(
-                sums.query,
-                read_block(sums.key, col, cols.size, 2),
-                read_block(sums.value, col, cols.size, 2),
-                None if sums.bias is None else slice_tile(sums.bias, (row, col), tile_shape),
-                sums.captured,
+            key = problem.key_tile(row, col)
+            tile, probabilities = probabilities_of(key, col, first_col)
+            dvalue = sums.value
+            if dvalue is not None:
+                kept = scaled(select(tile.keep, probabilities), kept_scale)
+                dvalue = _added(dvalue, dot("bkgts,bkgth->bksh", kept, dout_tile), (2, col))
+            if not needs_scores_grad:
+                return sums._replace(value=dvalue)
+            dprobabilities, delta = kept_gradient(tile, col), row_term_tile
+            if is_in_tile:
+                delta = delta + jnp.sum(probabilities * dprobabilities, -1, keepdims=True)
+            dscores = probabilities * (dprobabilities - delta)
+            dbias = sums.bias
+            if dbias is not None:
+                flat = dscores.reshape(dscores.shape[0], -1, rows.size, cols.size)
+                part = slice_tile(dbias, (row, col), (rows.size, cols.size))
+                part = part + summed(flat, part.shape).astype(dbias.dtype)
+                dbias = written(dbias, part, (2, row), (3, col))
+            dscores, dcaptured = tile.pull(dscores, captured)
+            dscores = scaled(dscores, problem.options.scaling.scale)
+            dquery, dkey = sums.query, sums.key
+            if dquery is not None:
+                dquery = dquery + dot("bkgts,bksh->bkgth", dscores, key)
+            if dkey is not None:
+                dkey = _added(dkey, dot("bkgts,bkgth->bksh", dscores, query), (2, col))
+            summed_captured = (
+                None if x is None else x + dcaptured[index] for index, x in enumerate(sums.captured)
             )
-            local = when(problem.may_attend(row, col), update, local)
-            return _Sums(
-                local.query,
-                write_block(sums.key, local.key, (2, col)),
-                write_block(sums.value, local.value, (2, col)),
-                write_block(sums.bias, local.bias, (2, row), (3, col)),
-                local.captured,
-            )
+            return _Sums(dquery, dkey, dvalue, dbias, tuple(summed_captured))
 
-        tile_shape = (rows.size, cols.size)
         dquery = None if sums.query is None else problem.zeros(*query.shape)
-        block = lax.fori_loop(0, cols.count, key_block, sums._replace(query=dquery))
+        block = problem.each_key_block(row, key_block, sums._replace(query=dquery))
         if sums.query is not None and block.query is not None:
-            scale = problem.options.scaling.scale
-            dquery = read_block(sums.query, row, rows.size, 3) + block.query * scale
-            dquery = write_block(sums.query, dquery, (3, row))
-        return block._replace(query=dquery)
+            block = block._replace(query=_added(sums.query, block.query, (3, row)))
+        return block
 
-    return lax.fori_loop(0, rows.count, query_block, sums)
+    return rows.each(query_block, sums)
+
+
+def _added(x: jax.Array, tile: jax.Array, start: tuple[int, Index]) -> jax.Array:
+    """``x`` plus a tile that starts at ``(axis, start)``."""
+    axis, first = start
+    part = slice_axis(x, first, tile.shape[axis], axis)
+    return written(x, part + tile, start)
 
 
 def _row_arrays(
@@ -241,23 +232,20 @@ def _row_arrays(
     """The per-row arrays of the tiles: ``dout``, the logsumexp, and ``rowsum(dout * out) - dlse``.
 
     The last one is D in the paper, which is subtracted from dP in every element of the row; without
-    ``out`` it is ``-dlse``. All are grouped by key heads. In rows that are not live, the logsumexp
-    is inf, D is 0, and ``dout`` is multiplied by probabilities of 0.
+    ``out`` it is ``-dlse``. In rows that are not live, the logsumexp is inf, D is 0, and ``dout``
+    is multiplied by probabilities of 0.
     """
-    dtype, kv_heads = problem.accumulator, problem.operands.key.shape[2]
-    dout = jnp.where(rows_within_lengths(problem.operands.mask, lse)[..., None], dout, 0)
+    dtype = problem.accumulator
+    within = rows_within_lengths(problem.operands.mask, lse)
+    if within is not None:
+        dout = jnp.where(within[..., None], dout, 0)
     row_term = problem.zeros(*lse.shape)
     if out is not None:
         row_term = jnp.sum(dout.astype(dtype) * out.astype(dtype), -1)
         row_term = jnp.where(row_is_live, row_term, 0)
     if dlse is not None:
         row_term = row_term - dlse.astype(dtype)
-    lse = jnp.where(row_is_live, lse, jnp.inf)
-    return (
-        grouped(dout, kv_heads),
-        grouped(lse[..., None], kv_heads),
-        grouped(row_term[..., None], kv_heads),
-    )
+    return dout, jnp.where(row_is_live, lse, jnp.inf), row_term
 
 
 def _bias_sums(problem: Problem) -> jax.Array | None:
@@ -288,19 +276,21 @@ def live_rows(mask: Mask, lse: jax.Array) -> jax.Array:
 
     The backward sets the logsumexp of other rows to inf, which makes their probabilities 0.
     """
-    return has_probabilities(lse) & rows_within_lengths(mask, lse)
+    live, within = has_probabilities(lse), rows_within_lengths(mask, lse)
+    return live if within is None else live & within
 
 
-def rows_within_lengths(mask: Mask, lse: jax.Array) -> jax.Array:
-    """bool, broadcasts to [B, T, N]: the rows whose values may reach a result.
+def rows_within_lengths(mask: Mask, lse: jax.Array) -> jax.Array | None:
+    """bool, broadcasts to [B, T, N]: the rows whose values may reach a result; None if all may.
 
     Within the lengths, a fully masked row has probabilities of 0, as in kernels, and 0 * NaN is
     NaN. To test each row for keys, kernels would have to read the output gradient once more.
     """
-    within = jnp.ones((1, 1, 1), bool)
+    within = None
     if mask.query_lengths is not None:
         row = lax.broadcasted_iota(jnp.int32, lse.shape, 1)
-        within &= row < mask.query_lengths[:, None, None]
+        within = row < mask.query_lengths[:, None, None]
     if mask.key_lengths is not None:
-        within &= mask.key_lengths[:, None, None] > 0
+        has_keys = mask.key_lengths[:, None, None] > 0
+        within = has_keys if within is None else within & has_keys
     return within

@@ -84,7 +84,7 @@ def backward(
     """The needed gradients, in the form of ``attention_bwd``'s results."""
     is_live = live_rows(operands.mask, lse)
     is_given = rows_within_lengths(operands.mask, lse)
-    dout = jnp.where(is_given[..., None], dout, 0).astype(lse.dtype)
+    dout = select(None if is_given is None else is_given[..., None], dout).astype(lse.dtype)
     row_term = jnp.where(is_live, -jnp.sum(dout * out.astype(lse.dtype), -1), 0)
     if dlse is not None:
         row_term = row_term + jnp.where(is_live, dlse, 0)
@@ -146,21 +146,21 @@ def _row_sums(operands: Operands, options: Options, lse: jax.Array) -> Sums:
         return x.astype(problem.accumulator)
 
     bias = None if operands.bias is None else widened(operands.bias)
-    keys = tuple(_blocks(x, cols, 2) for x in problem.whole_key_and_value())
+    keys = tuple(_blocks(widened(x), cols, 2) for x in problem.whole_key_and_value())
     queries = (
-        _blocks(widened(problem.query) * options.scaling.scale, rows, 3),
+        _blocks(widened(problem.whole_query()), rows, 3),
         _blocks(grouped(lse[..., None], operands.key.shape[2]), rows, 3),
     )
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def tile_sums(query, row_lse, key, value, tile_bias, row, col, first_col) -> Sums:
+    def tile_sums(query, row_lse, key, value, tile_bias, row, col, first_col, possible) -> Sums:
         def add(_: Sums) -> Sums:
             tile = problem.tile(query, key, tile_bias, row, col, None, first_col)
             probabilities = jnp.exp(tile.scores - row_lse)
             kept = select(tile.keep, probabilities) * problem.options.kept_scale
             return jnp.sum(probabilities, -1), dot("bkgts,bksh->bkgth", kept, value)
 
-        return when(problem.may_attend(row, col), add, _no_sums(problem))
+        return when(possible, add, _no_sums(problem))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def row_block(_: Any, block: Any) -> tuple[None, Sums]:
@@ -169,28 +169,25 @@ def _row_sums(operands: Operands, options: Options, lse: jax.Array) -> Sums:
         row_bias = bias if row_bias is None else row_bias
 
         def column_block(sums: Sums, block: Any) -> tuple[Sums, None]:
-            index, (key, value), tile_bias = block
+            index, (key, value), tile_bias, possible = block
             tile_bias = row_bias if tile_bias is None else tile_bias
             col, first_col = cols.start(index)
-            part = tile_sums(query, row_lse, key, value, tile_bias, row, col, first_col)
+            tile = query, row_lse, key, value, tile_bias, row, col, first_col
+            part = tile_sums(*tile, possible)
             return jax.tree.map(jnp.add, sums, part), None
 
-        blocks = _indices(cols), keys, _full_blocks(row_bias, cols, 3)
+        blocks = cols.indices, keys, _full_blocks(row_bias, cols, 3), problem.may_attend(row)
         return None, lax.scan(column_block, _no_sums(problem), blocks)[0]
 
-    blocks = _indices(rows), queries, _full_blocks(bias, rows, 2)
+    blocks = rows.indices, queries, _full_blocks(bias, rows, 2)
     _, (total, weighted) = lax.scan(row_block, None, blocks)
     total, weighted = (_joined(x, rows, 3) for x in (total[..., None], weighted))
     return ungrouped(total)[..., 0], ungrouped(weighted)
 
 
 def _no_sums(problem: Problem) -> Sums:
-    shape = *problem.query.shape[:3], problem.rows.size
+    shape = *problem.group_shape, problem.rows.size
     return problem.zeros(*shape), problem.zeros(*shape, problem.operands.value_dim)
-
-
-def _indices(blocks: Blocks) -> jax.Array:
-    return lax.iota(jnp.int32, blocks.count)
 
 
 def _blocks(x: jax.Array, blocks: Blocks, axis: int) -> jax.Array:

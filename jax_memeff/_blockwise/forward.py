@@ -15,7 +15,7 @@ from jax import lax
 
 from jax_memeff._blockwise.backward import backward
 from jax_memeff._blockwise.pages import Pools
-from jax_memeff._blockwise.tiles import Problem, Tile, dot, ungrouped, when
+from jax_memeff._blockwise.tiles import Index, Problem, Tile, dot, select, ungrouped, written
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 
@@ -49,28 +49,29 @@ def forward(
         return (out, nothing, nothing) if options.row_maxima else (out, nothing)
 
     rows, cols = problem.rows, problem.cols
-    group_shape = problem.query.shape[:3]
+    group_shape = problem.group_shape
 
-    def query_block(index: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def query_block(index: Index, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         row, _ = rows.start(index)
         query = problem.query_tile(row)
 
-        def key_block(index: jax.Array, state: State) -> State:
+        def key_block(index: Index, state: State | None) -> State:
             col, first_col = cols.start(index)
+            key, bias = problem.key_tile(row, col), problem.bias_tile(row, col)
+            tile = problem.tile(query, key, bias, row, col, None, first_col)
+            return _online_softmax(state, tile, problem.value_tile(row, col))
 
-            def update(state: State) -> State:
-                key, bias = problem.key_tile(row, col), problem.bias_tile(row, col)
-                tile = problem.tile(query, key, bias, row, col, None, first_col)
-                return _online_softmax(state, tile, problem.value_tile(row, col))
-
-            return when(problem.may_attend(row, col), update, state)
-
+        # A single tile starts from nothing, so that XLA fuses its softmax with the products.
         state = (
-            problem.zeros(*group_shape, rows.size) - jnp.inf,
-            problem.zeros(*group_shape, rows.size),
-            problem.zeros(*group_shape, rows.size, value_dim),
+            None
+            if problem.is_one_tile
+            else (
+                problem.zeros(*group_shape, rows.size) - jnp.inf,
+                problem.zeros(*group_shape, rows.size),
+                problem.zeros(*group_shape, rows.size, value_dim),
+            )
         )
-        maximum, total, weighted = lax.fori_loop(0, cols.count, key_block, state)
+        maximum, total, weighted = problem.each_key_block(row, key_block, state)
         has_keys = total != 0  # true for NaN, too, which must reach the logsumexp and the gradients
         # A row without keys is divided by 1, so that neither its value nor its derivative is NaN.
         total = jnp.where(has_keys, total, 1)
@@ -79,27 +80,32 @@ def forward(
         of_rows = (lse, maximum) if options.row_maxima else (lse,)
         blocks = ungrouped(out), *(ungrouped(x[..., None])[..., 0] for x in of_rows)
         return tuple(
-            lax.dynamic_update_slice_in_dim(result, block.astype(result.dtype), row, 1)
+            written(result, block.astype(result.dtype), (1, row))
             for result, block in zip(results, blocks, strict=True)
         )
 
     out = problem.zeros(batch, length, heads, value_dim).astype(dtype or operands.query.dtype)
     of_rows = [problem.zeros(batch, length, heads)] * (2 if options.row_maxima else 1)
-    return lax.fori_loop(0, rows.count, query_block, (out, *of_rows))
+    return rows.each(query_block, (out, *of_rows))
 
 
-def _online_softmax(state: State, tile: Tile, value: jax.Array) -> State:
-    """Add one tile to the running maximum, sum of exponentials and weighted values of each row."""
-    maximum, total, weighted = state
-    # Neither results nor derivatives depend on the subtracted maximum.
+def _online_softmax(state: State | None, tile: Tile, value: jax.Array) -> State:
+    """Add one tile to the running maximum, sum of exponentials and weighted values of each row.
+
+    A state of None is that of no tile.
+    """
     scores = tile.scores
-    new_maximum = jnp.maximum(maximum, lax.stop_gradient(jnp.max(scores, -1)))
-    # Rows without a valid key so far subtract 0, because -inf - -inf would be NaN.
-    subtracted = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)
+    # Neither results nor derivatives depend on the subtracted maximum.
+    new_maximum = lax.stop_gradient(jnp.max(scores, -1))
+    if state is not None:
+        new_maximum = jnp.maximum(state[0], new_maximum)
+    # Rows without a valid key so far subtract a finite number, because -inf - -inf would be NaN.
+    subtracted = jnp.maximum(new_maximum, jnp.finfo(scores.dtype).min)
     probabilities = jnp.exp(scores - subtracted[..., None])
+    new_total = jnp.sum(probabilities, -1)
+    new_weighted = dot("bkgts,bksh->bkgth", select(tile.keep, probabilities), value)
+    if state is None:
+        return new_maximum, new_total, new_weighted
+    maximum, total, weighted = state
     decay = jnp.exp(maximum - subtracted)
-    total = total * decay + jnp.sum(probabilities, -1)
-    if tile.keep is not None:
-        probabilities = jnp.where(tile.keep, probabilities, 0)
-    weighted = weighted * decay[..., None] + dot("bkgts,bksh->bkgth", probabilities, value)
-    return new_maximum, total, weighted
+    return new_maximum, total * decay + new_total, weighted * decay[..., None] + new_weighted

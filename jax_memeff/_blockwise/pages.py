@@ -64,14 +64,14 @@ def value_tile(operands: Operands, pools: Pools, rows: jax.Array, dtype: jnp.dty
     return tile[..., : operands.value_dim]
 
 
-def are_in_pool(operands: Operands, first: jax.Array, size: int) -> jax.Array:
+def are_in_pool(operands: Operands, first: int | jax.Array, size: int) -> jax.Array:
     """Whether the pages of these keys are in the pool, bool[size]."""
     pool_rows = operands.key.shape[1]
     return _rows(operands, first, size) < pool_rows
 
 
 def needed_rows(
-    operands: Operands, first: jax.Array, size: int, reached: jax.Array | None
+    operands: Operands, first: int | jax.Array, size: int, reached: jax.Array | None
 ) -> jax.Array:
     """The rows of the pool with the keys ``first`` to ``first + size`` of one sequence.
 
@@ -94,7 +94,7 @@ def needed_rows(
     return jnp.where(is_needed, _rows(operands, first, size), operands.key.shape[1])
 
 
-def _rows(operands: Operands, first: jax.Array, size: int) -> jax.Array:
+def _rows(operands: Operands, first: int | jax.Array, size: int) -> jax.Array:
     assert operands.pages is not None
     columns = first + lax.iota(jnp.int32, size)
     return operands.pages.rows(columns, operands.key.shape[1])[0]
@@ -110,6 +110,8 @@ def _tile(
 ) -> jax.Array:
     pages, pool_rows = operands.pages, pool.shape[0]
     assert pages is not None
+    # Part of the loop's body: XLA for CPUs would otherwise widen the whole pool before the loop.
+    pool, rows = lax.optimization_barrier((pool, rows))
     tile = jnp.take(pool, rows, 0, mode="fill", fill_value=0).astype(dtype)
     tile = tile.reshape(1, rows.shape[0], operands.key.shape[2], dim)
     if scale is not None:

@@ -1,7 +1,7 @@
 """Tiles of scores, for the forward and the backward of the blockwise path.
 
-All arithmetic is float32 (float64 for float64 inputs): tiles of 16-bit operands are widened as they
-are read, and results are rounded once.
+All arithmetic is float32 (float64 for float64 inputs): 16-bit operands are widened tile by tile,
+and results are rounded once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,12 @@ from jax_memeff._call import dropout
 from jax_memeff._call.divisors import as_gradient, broadcastable, expanded, of_booleans
 from jax_memeff._call.gradients import captured_name
 from jax_memeff._call.mask import tiles as mask_tiles
-from jax_memeff._call.mask.tiles import slice_tile
+from jax_memeff._call.mask.tiles import slice_axis, slice_tile
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import RANDOM_BLOCK, Options
 from jax_memeff._call.sequences import INVARIANT_COLUMNS
 from jax_memeff._call.values import likely_batch, score_dtype
+from jax_memeff._compat import varying_axes
 
 LONGEST_BLOCK = 512
 _SHORTEST_BLOCK = 64
@@ -49,6 +50,9 @@ def has_probabilities(lse: jax.Array) -> jax.Array:
     return jnp.logical_not(jnp.abs(lse) >= 2.0 ** (jnp.finfo(lse.dtype).nmant + 1))
 
 
+Index = int | jax.Array
+"""int32[], or a number if there is only one block."""
+
 ArraysByIndex = dict[int, jax.Array]
 """Some of the captured arrays, or their gradients, by index."""
 
@@ -65,13 +69,11 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call, its queries transposed to [B, K, G, T, .], and its blocks. Keys and values are
-    transposed tile by tile, as they are widened: a copy of all of them would take longer than a
-    decode step."""
+    """One call and its blocks. Arrays are transposed tile by tile, as they are widened: a copy of
+    all keys and values would take longer than a decode step."""
 
     operands: Operands
     options: Options
-    query: jax.Array
     pools: Pools | None
     """With pages."""
     captured: tuple[jax.Array, ...]
@@ -93,7 +95,6 @@ class Problem:
         return cls(
             operands,
             options,
-            grouped(_select_rows(query, operands.mask.query_lengths), operands.key.shape[2]),
             pools,
             tuple(
                 _widened(
@@ -105,21 +106,43 @@ class Problem:
             *blocks(operands, longest),
         )
 
+    @property
+    def group_shape(self) -> tuple[int, int, int]:
+        """B, K and G, the leading dims of a tile of scores."""
+        batch, _, heads, _ = self.operands.query.shape
+        kv_heads = self.operands.key.shape[2]
+        return batch, kv_heads, heads // kv_heads if kv_heads else 1
+
     def zeros(self, *shape: int) -> jax.Array:
         """Zeros of the accumulator's dtype.
 
-        They are derived from an operand. Inside ``shard_map`` a loop's initial state then varies
+        Inside ``shard_map`` they are derived from an operand. A loop's initial state then varies
         over the same mesh axes as its later states.
         """
-        zero = jnp.sum(self.query[:0], dtype=self.accumulator)
-        return jnp.broadcast_to(zero, shape)
+        query = self.operands.query
+        if not varying_axes(query):
+            return jnp.zeros(shape, self.accumulator)
+        return jnp.broadcast_to(jnp.sum(query[:0], dtype=self.accumulator), shape)
 
-    def query_tile(self, start: jax.Array) -> jax.Array:
-        """The query rows of one block, times the scale."""
-        tile = lax.dynamic_slice_in_dim(self.query, start, self.rows.size, 3)
-        return tile.astype(self.accumulator) * self.options.scaling.scale
+    def row_tile(self, x: jax.Array, start: Index) -> jax.Array:
+        """The rows of one Q block of an array [B, T, N, .], [B, K, G, rows, .]."""
+        return grouped(_sliced(x, start, self.rows.size), self.operands.key.shape[2])
 
-    def key_tile(self, row: jax.Array, col: jax.Array) -> jax.Array:
+    def query_tile(self, start: Index) -> jax.Array:
+        """The query rows of one block."""
+        return self.row_tile(self._query(start, self.rows.size), 0)
+
+    def whole_query(self) -> jax.Array:
+        """All queries, [B, K, G, T, H]."""
+        return grouped(self._query(0, self.rows.length), self.operands.key.shape[2])
+
+    def _query(self, start: Index, size: int) -> jax.Array:
+        """Queries from row ``start`` on. They are zero beyond the lengths, even if they are NaN."""
+        lengths = self.operands.mask.query_lengths
+        tile = _sliced(self.operands.query, start, size)
+        return _select_rows(tile, None if lengths is None else lengths - start)
+
+    def key_tile(self, row: Index, col: Index) -> jax.Array:
         """The keys of the tile at (row, col), [B, K, cols, H]."""
         if self.pools is not None:
             rows = self._pool_rows(row, col)
@@ -127,7 +150,7 @@ class Problem:
         tile = _sliced(self.operands.key, col, self.cols.size)
         return self._by_key_head(tile, self.options.divisors["key"], col)
 
-    def value_tile(self, row: jax.Array, col: jax.Array) -> jax.Array:
+    def value_tile(self, row: Index, col: Index) -> jax.Array:
         """The values of the tile at (row, col), [B, K, cols, Hv]."""
         if self.pools is not None:
             rows = self._pool_rows(row, col)
@@ -135,7 +158,7 @@ class Problem:
         tile = _sliced(self.operands.value, col, self.cols.size)
         return self._by_key_head(tile, self.options.divisors["value"], col)
 
-    def _pool_rows(self, row: jax.Array, col: jax.Array) -> jax.Array:
+    def _pool_rows(self, row: Index, col: Index) -> jax.Array:
         mask, position = self.operands.mask, self.operands.position
         sizes = self.rows.length, self.cols.length
         reached = mask_tiles.reached_columns(mask, sizes, (row, col), self.cols.size, position)
@@ -145,53 +168,77 @@ class Problem:
     def whole_key_and_value(self) -> tuple[jax.Array, jax.Array]:
         """All keys and all values, [B, K, S, H] and [B, K, S, Hv]."""
         operands, divisors = self.operands, self.options.divisors
-        start = jnp.int32(0)
         return (
-            self._by_key_head(operands.key, divisors["key"], start),
-            self._by_key_head(operands.value, divisors["value"], start),
+            self._by_key_head(operands.key, divisors["key"], 0),
+            self._by_key_head(operands.value, divisors["value"], 0),
         )
 
-    def _by_key_head(self, rows: jax.Array, divisor: int, start: jax.Array) -> jax.Array:
+    def _by_key_head(self, rows: jax.Array, divisor: int, start: Index) -> jax.Array:
         """Keys or values from row ``start`` on, [b, rows, K, .] to [B, K, rows, .]. They are zero
         beyond the lengths, even if they are NaN there."""
-        rows = expanded(rows, divisor, self.query.shape[0])
+        rows = expanded(rows, divisor, self.group_shape[0])
         lengths = self.operands.mask.key_lengths
         rows = _select_rows(rows, None if lengths is None else lengths - start)
-        return rows.astype(self.accumulator).transpose(0, 2, 1, 3)
+        return rows.transpose(0, 2, 1, 3)
 
-    def bias_tile(self, row: jax.Array, col: jax.Array) -> jax.Array | None:
+    def bias_tile(self, row: Index, col: Index) -> jax.Array | None:
         """The bias of one tile, [b, n, rows or 1, cols or 1]."""
         bias = self.operands.bias
         if bias is None:
             return None
         tile = slice_tile(bias, (row, col), (self.rows.size, self.cols.size))
-        return broadcastable(tile, self.options.divisors["bias"], self.query.shape[0])
+        return broadcastable(tile, self.options.divisors["bias"], self.group_shape[0])
 
     def per_head(self, tile: jax.Array) -> jax.Array:
         """[b, n, rows, cols] to [b, K or 1, G or 1, rows, cols]."""
         kv_heads = self.operands.key.shape[2] if tile.shape[1] != 1 else 1
         return tile.reshape(tile.shape[0], kv_heads, -1, *tile.shape[2:])
 
-    def may_attend(self, row: jax.Array, col: jax.Array) -> jax.Array | None:
-        """Whether the tile at (row, col) can have valid elements; None if every tile can."""
+    def may_attend(self, row: Index) -> jax.Array | None:
+        """Whether the tile of each KV block can have valid elements, bool[KV blocks]; None if every
+        tile can.
+        """
         mask, position = self.operands.mask, self.operands.position
         sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
-        return mask_tiles.may_attend(mask, sizes, (row, col), shape, position)
+
+        def one(col: jax.Array) -> jax.Array | None:
+            return mask_tiles.may_attend(mask, sizes, (row, col), shape, position)
+
+        return jax.vmap(one)(self.cols.start(self.cols.indices)[0])
+
+    @property
+    def is_one_tile(self) -> bool:
+        """Whether the blocks are so large that there is one of each."""
+        return self.rows.count == self.cols.count == 1
+
+    def each_key_block(self, row: Index, body: Callable[[Index, Any], Any], state: Any) -> Any:
+        """``state = body(index of the block, state)`` for KV blocks in ascending order.
+
+        KV blocks without valid elements in the Q block at ``row`` are left out.
+        """
+        if self.is_one_tile:
+            return body(0, state)
+        possible = self.may_attend(row)
+        if possible is None:
+            return self.cols.each(body, state)
+        blocks = jnp.sort(jnp.where(possible, self.cols.indices, self.cols.count))
+        number = jnp.sum(possible, dtype=jnp.int32)
+        return lax.fori_loop(0, number, lambda index, state: body(blocks[index], state), state)
 
     def tile(
         self,
         query: jax.Array,
         key: jax.Array,
         bias: jax.Array | None,
-        row: jax.Array,
-        col: jax.Array,
-        first_row: jax.Array | None,
-        first_col: jax.Array,
+        row: Index,
+        col: Index,
+        first_row: Index | None,
+        first_col: Index,
     ) -> Tile:
         """Scores of one tile, masked.
 
         Args:
-            query: [B, K, G, rows, H], scaled.
+            query: [B, K, G, rows, H].
             key: [B, K, cols, H].
             bias: the result of :meth:`bias_tile`.
             row, col: the first element of the tile.
@@ -203,7 +250,8 @@ class Problem:
             bias = bias.astype(self.accumulator)
         coordinates = self._coordinates(row, col)
         valid = self._valid(bias, coordinates, row, col, first_row, first_col)
-        scores, slope = options.scaling.capped(dot("bkgth,bksh->bkgts", query, key))
+        products = scaled(dot("bkgth,bksh->bkgts", query, key), options.scaling.scale)
+        scores, slope = options.scaling.capped(products)
         function = None
         if coordinates is not None and options.score_function is not None:
             function = functools.partial(self._function, coordinates, valid)
@@ -228,16 +276,16 @@ class Problem:
         self,
         bias: jax.Array | None,
         coordinates: Coordinates | None,
-        row: jax.Array,
-        col: jax.Array,
-        first_row: jax.Array | None,
-        first_col: jax.Array,
+        row: Index,
+        col: Index,
+        first_row: Index | None,
+        first_col: Index,
     ) -> jax.Array | None:
         """Whether mask and bias keep each element of a tile, [b, k, g, rows, cols].
 
         The arguments are those of :meth:`tile`; a result of None means all of them.
         """
-        operands, batch = self.operands, self.query.shape[0]
+        operands, batch = self.operands, self.group_shape[0]
         sizes, shape = (self.rows.length, self.cols.length), (self.rows.size, self.cols.size)
         mask = dataclasses.replace(operands.mask, booleans=())
         valid = mask_tiles.valid_elements(mask, sizes, (row, col), shape, operands.position)
@@ -269,7 +317,7 @@ class Problem:
             valid = _and(valid, functions.holds(program, coordinates, arrays))
         return valid
 
-    def _coordinates(self, row: jax.Array, col: jax.Array) -> Coordinates | None:
+    def _coordinates(self, row: Index, col: Index) -> Coordinates | None:
         """The user's indices of the elements of a tile; None if no function reads them."""
         state, position = self.operands.functions, self.operands.position
         if state is None:
@@ -297,7 +345,7 @@ class Problem:
         captured: ArraysByIndex,
     ) -> tuple[jax.Array, jax.Array]:
         """The score function, with ``captured`` in place of some of the captured arrays."""
-        program, batch = self.options.score_function, self.query.shape[0]
+        program, batch = self.options.score_function, self.group_shape[0]
         assert program is not None
         own = (captured.get(index, x) for index, x in enumerate(self.captured))
         arrays = [x if x.shape[0] == 1 else expanded(x, batch // x.shape[0], batch) for x in own]
@@ -311,16 +359,19 @@ def _widened(x: jax.Array, accumulator: jnp.dtype) -> jax.Array:
     return x.astype(max(score_dtype(x.dtype), accumulator, key=lambda dtype: dtype.itemsize))
 
 
-def _sliced(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+def _sliced(x: jax.Array, start: Index, size: int) -> jax.Array:
     """Part of axis 1.
 
     Small floats are sliced as integers: XLA for CPUs would convert the whole array to float32 to
     slice it.
     """
-    if x.dtype.itemsize >= 4:
-        return lax.dynamic_slice_in_dim(x, start, size, 1)
+    if size == x.shape[1] or x.dtype.itemsize >= 4:
+        return slice_axis(x, start, size, 1)
+    # The barrier makes the array a part of the loop's body. XLA would otherwise convert all of it
+    # to integers before the loop, which copies it.
+    x, start = lax.optimization_barrier((x, start))
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    return lax.bitcast_convert_type(lax.dynamic_slice_in_dim(bits, start, size, 1), x.dtype)
+    return lax.bitcast_convert_type(slice_axis(bits, start, size, 1), x.dtype)
 
 
 def _select_rows(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
@@ -345,8 +396,15 @@ def ungrouped(x: jax.Array) -> jax.Array:
 
 
 def dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product in at least float32. Products of two numbers of 16 bits are exact there, so XLA may
+    multiply such arrays as they are; other arrays are widened.
+    """
+    dtype = max(score_dtype(a.dtype), score_dtype(b.dtype), key=lambda dtype: dtype.itemsize)
+    if a.dtype != b.dtype:
+        a, b = a.astype(dtype), b.astype(dtype)
     # By default, GPUs and TPUs round float32 operands to fewer bits.
-    return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST)
+    precision = lax.Precision.HIGHEST
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=dtype)
 
 
 def _and(a: jax.Array | None, b: jax.Array) -> jax.Array:
@@ -358,6 +416,10 @@ def select(condition: jax.Array | None, x: jax.Array) -> jax.Array:
     return x if condition is None else jnp.where(condition, x, 0)
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * factor
+
+
 def when(condition: jax.Array | None, update, state):
     """``update(state)`` if the condition holds (None: always), else the state."""
     if condition is None:
@@ -365,21 +427,26 @@ def when(condition: jax.Array | None, update, state):
     return lax.cond(condition, update, lambda state: state, state)
 
 
-def read_block(x: jax.Array | None, start: jax.Array, size: int, axis: int) -> jax.Array | None:
+def read_block(x: jax.Array | None, start: Index, size: int, axis: int) -> jax.Array | None:
     """Part of an axis; None stays None."""
-    return None if x is None else lax.dynamic_slice_in_dim(x, start, size, axis)
+    return None if x is None else slice_axis(x, start, size, axis)
 
 
 def write_block(
-    x: jax.Array | None, tile: jax.Array | None, *starts: tuple[int, jax.Array]
+    x: jax.Array | None, tile: jax.Array | None, *starts: tuple[int, Index]
 ) -> jax.Array | None:
-    """Write a tile at (axis, start) pairs; axes of size 1 start at 0."""
-    if x is None or tile is None:
-        return None
+    """Like :func:`written`; None stays None."""
+    return None if x is None or tile is None else written(x, tile, *starts)
+
+
+def written(x: jax.Array, tile: jax.Array, *starts: tuple[int, Index]) -> jax.Array:
+    """``x`` with a tile at (axis, start) pairs; axes of size 1 start at 0."""
+    if x.shape == tile.shape:
+        return tile
     first = [jnp.int32(0)] * x.ndim
     for axis, start in starts:
-        first[axis] = start if x.shape[axis] != 1 else first[axis]
-    return lax.dynamic_update_slice(x, tile, first)
+        first[axis] = jnp.int32(start) if x.shape[axis] != 1 else first[axis]
+    return lax.dynamic_update_slice(x, tile, first, allow_negative_indices=False)
 
 
 class Blocks(NamedTuple):
@@ -396,10 +463,26 @@ class Blocks(NamedTuple):
     def overlap(self) -> bool:
         return self.length % self.size != 0
 
-    def start(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    @property
+    def indices(self) -> jax.Array:
+        return lax.iota(jnp.int32, self.count)
+
+    def each(self, body: Callable[[Index, Any], Any], state: Any) -> Any:
+        """``state = body(index, state)`` for each block.
+
+        XLA fuses a single block with what surrounds it, so that has no loop.
+        """
+        if self.count == 1:
+            return body(0, state)
+        return lax.fori_loop(0, self.count, body, state)
+
+    def start(self, index: Any) -> tuple[Any, Any]:
         """The start of a block, and its first element not counted by an earlier block; int32."""
+        if isinstance(index, int):
+            first = index * self.size
+            return min(first, self.length - self.size), first
         first = index.astype(jnp.int32) * self.size
-        return jnp.minimum(first, self.length - self.size), first
+        return jnp.minimum(first, self.length - self.size) if self.overlap else first, first
 
 
 def _cut(length: int, longest: int) -> Blocks:

@@ -237,14 +237,18 @@ def keep_mask(
 
 
 def kept(
-    operands: Operands, options: Options, row: jax.Array, col: jax.Array, shape: tuple[int, int]
+    operands: Operands,
+    options: Options,
+    row: int | jax.Array,
+    col: int | jax.Array,
+    shape: tuple[int, int],
 ) -> jax.Array | None:
     """Whether each element of a tile is kept, bool[B, N, rows, cols]; None without dropout.
 
     Args:
         operands: those of the call.
         options: those of the call.
-        row: index of the tile's first row in the arrays of the call, int32[].
+        row: index of the tile's first row in the arrays of the call, int or int32[].
         col: likewise for its first column.
         shape: the numbers of rows and columns of the tile.
     """

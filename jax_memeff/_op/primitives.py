@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.interpreters import batching, mlir
 
 from jax_memeff import _compat as compat
@@ -127,8 +128,19 @@ def _tangent_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, Any]:
     return out.update(weak_type=False), lse.update(weak_type=False)
 
 
+def _outside_loops(operands: Any) -> Any:
+    """The same operands, whose bias, mask and captured arrays are not constants.
+
+    A mask is often an array of the program itself. On the way to XLA, constants are copied into the
+    body of every loop that reads them: 16 MiB for 4096 x 4096 elements, which takes seconds.
+    """
+    arrays = {name: getattr(operands, name) for name in ("bias", "mask", "captured")}
+    # Each array has its own barrier, so that XLA drops those that are not read.
+    return operands._replace(**jax.tree.map(lax.optimization_barrier, arrays))
+
+
 def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[jax.Array]:
-    operands = jax.tree.unflatten(tree, leaves)
+    operands = _outside_loops(jax.tree.unflatten(tree, leaves))
     if isinstance(operands, QkvPackedOperands):
         operands = operands.separate()
     path = blockwise if operands.sequences is None else blockwise_packed
@@ -144,6 +156,7 @@ def _blockwise_backward(
     *leaves: jax.Array, tree: Any, options: Options, needs_grad: NeedsGrad
 ) -> Sequence[jax.Array]:
     given, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
+    given = _outside_loops(given)
     operands = given.separate() if isinstance(given, QkvPackedOperands) else given
     path = blockwise if operands.sequences is None else blockwise_packed
     in_tiles = needs_grad._replace(sinks=False)
@@ -161,6 +174,7 @@ def _blockwise_backward(
 def tangent_in_jax(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[jax.Array]:
     """``attention_tangent`` in JAX, which may be differentiated further."""
     operands, out, lse, tangents = jax.tree.unflatten(tree, leaves)
+    operands = _outside_loops(operands)
     return blockwise_derivatives.tangent(operands, options, out, lse, tangents)
 
 

@@ -387,3 +387,20 @@ def test_the_page_on_precision_has_six_rows_of_the_record(modules):
     table = modules("reporting.precision_table").text(record)
     assert table.count("\n") == 1 + 6
     assert f"\n{table}\n" in (BENCHMARKS.parent / "docs/guide/precision.md").read_text()
+
+
+def test_cells_with_few_valid_keys(modules):
+    """Both JAX peers take the lengths; other peers have no argument for them."""
+    import jax
+    import numpy as np
+
+    cells, peers = modules("programs.cells"), modules("programs.peers").PEERS
+    cell = cells.Cell("cpu", 2, 3, 16, 2, 2, 8, 8, dtype="float32", valid_keys=5)
+    assert cell.name == "hd8 B2 N2 T3 S16 float32 5 valid keys"
+    assert cell.flops(False) == 4 * 2 * 2 * 3 * 5 * 8
+    made = modules("programs.inputs").make(cell)
+    short = made._replace(key=made.key[:, :5], value=made.value[:, :5], key_lengths=None)
+    for name in ("memeff_xla", "jax_xla"):
+        attention = jax.jit(peers[name].attention(cell))
+        np.testing.assert_allclose(attention(made), attention(short), atol=1e-6)
+    assert peers["torch_efficient"].missing(cell) == ["valid_keys"]

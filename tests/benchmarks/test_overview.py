@@ -326,4 +326,4 @@ def test_figures_in_the_prose_of_the_readme_are_those_of_the_results():
     assert stated(
         rf"{RATIO} times as fast as `jax.nn` .{{,40}} {RATIO} times .{{,40}} "
         rf"\({RATIO} at worst, two threads"
-    ) == cells("plain JAX (AMD EPYC on 2 threads)", 1, 3, 2)
+    ) == cells("plain JAX (Intel Xeon on 2 threads)", 1, 3, 2)

@@ -97,7 +97,7 @@ def test_memory_is_reported_in_a_table_of_its_own(document, modules):
     cell["results"]["forward"]["memeff_xla"]["temporary_bytes"] = 3 * 2**20
     cell["results"]["forward"]["jax_xla"]["temporary_bytes"] = None
     text = modules("report").tables(made)
-    assert "|wide, forward|3|n/a|" in text
+    assert "|wide, forward|3.0|n/a|" in text
 
 
 def test_report_names_a_missing_marker(modules):

@@ -142,5 +142,6 @@ def test_partitioned_programs_have_no_stack_frames():
         text = jax.jit(dot_product_attention).lower(*sharded).compile().as_text() or ""
     finally:
         config.update(limit, before)
-    of_program = r'op_name="[^"]*tmp_xla_computation[^"]*" stack_frame_id=(\d+)'
+    program = "tmp_xla_computation|custom_partitioning"
+    of_program = rf'op_name="[^"]*(?:{program})[^"]*" stack_frame_id=(\d+)'
     assert len(set(re.findall(of_program, text))) == 1  # that of the call

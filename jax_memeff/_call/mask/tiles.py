@@ -50,8 +50,8 @@ def valid_elements(
     if mask.key_lengths is not None:
         conditions.append(col < mask.key_lengths[:, None, None, None])
     for query_ids, key_ids in mask.segment_ids:
-        query_tile = lax.dynamic_slice_in_dim(query_ids, start[0], shape[0], 1)
-        key_tile = lax.dynamic_slice_in_dim(key_ids, start[1], shape[1], 1)
+        query_tile = slice_axis(query_ids, start[0], shape[0], 1)
+        key_tile = slice_axis(key_ids, start[1], shape[1], 1)
         query_tile, key_tile = query_tile[:, None, :, None], key_tile[:, None, None, :]
         conditions.append((query_tile == key_tile) & (query_tile >= 0))
     conditions += [slice_tile(array, start, shape) for array in mask.booleans]
@@ -92,7 +92,8 @@ def may_attend(
     shape: tuple[int, int],
     position: Position | None,
 ) -> jax.Array | None:
-    """Whether a tile can have valid elements, judging by its edges; boolean arrays are not read.
+    """Whether a tile can have valid elements, judging each condition on its own: windows, lengths
+    and segment ids by the tile's edges.
 
     Takes the arguments of :func:`valid_elements`.
 
@@ -114,12 +115,19 @@ def may_attend(
     if mask.key_lengths is not None:
         conditions.append(start[1] < mask.key_lengths)
     for query_ids, key_ids in mask.segment_ids:
-        query_tile = lax.dynamic_slice_in_dim(query_ids, start[0], shape[0], 1)
-        key_tile = lax.dynamic_slice_in_dim(key_ids, start[1], shape[1], 1)
+        query_tile = slice_axis(query_ids, start[0], shape[0], 1)
+        key_tile = slice_axis(key_ids, start[1], shape[1], 1)
         conditions.append(
             (jnp.max(query_tile, 1) >= jnp.maximum(jnp.min(key_tile, 1), 0))
             & (jnp.max(key_tile, 1) >= jnp.min(query_tile, 1))
         )
+    for array in mask.booleans:
+        # First over the rows, so that a vmap over columns does it once.
+        rows = array if array.shape[2] == 1 else slice_axis(array, start[0], shape[0], 2)
+        columns = jnp.any(rows, (0, 1, 2))
+        if columns.shape[0] != 1:
+            columns = slice_axis(columns, start[1], shape[1], 0)
+        conditions.append(jnp.any(columns, keepdims=True))
     if not conditions:
         return None
     possible = conditions[0]
@@ -171,5 +179,12 @@ def slice_tile(
     """The tile of an array [b, n, t, s] whose last two dimensions are full or 1 (broadcast)."""
     for axis, first, size in zip((2, 3), start, shape, strict=True):
         if array.shape[axis] != 1:
-            array = lax.dynamic_slice_in_dim(array, first, size, axis)
+            array = slice_axis(array, first, size, axis)
     return array
+
+
+def slice_axis(x: jax.Array, start: int | jax.Array, size: int, axis: int) -> jax.Array:
+    """Part of an axis, which lies inside it."""
+    if size == x.shape[axis]:
+        return x
+    return lax.dynamic_slice_in_dim(x, start, size, axis, allow_negative_indices=False)
