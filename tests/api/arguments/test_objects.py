@@ -158,7 +158,7 @@ CASES = {
         | {"key_scale": normal(7, 1), "value_scale": normal(8, 4, 1)}
         | {"batch_invariant": np.False_, "return_residual": np.True_, "is_causal": np.True_}
         | {name: COMMON[name] for name in ("scale", "local_window_size", "logits_soft_cap")}
-        | {"sinks": COMMON["sinks"]},
+        | {"sinks": COMMON["sinks"], "offsets": Offsets(query=LENGTHS, key=np.int32(3))},
     ),
     "paged_attention:tokens": Case(
         jax_memeff.paged_attention,
