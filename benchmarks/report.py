@@ -123,11 +123,9 @@ def _page(name: str, groups: Sequence[Group], documents: Sequence[dict[str, Any]
         parts.append(overview.text.losses(groups))
     for document in documents:
         kind = architecture(document)
-        for own_page, tables_of in _OTHERS.items():
+        for own_page, tables_of in _OTHERS:
             if name == (own_page if kind == "hopper" else kind):
                 parts.append(tables_of(document))
-        if kind == name == "cpu":
-            parts.append(memory(document))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -289,23 +287,6 @@ def _step(own: float | None, peers: dict[str, float], model: dict[str, Any]) -> 
     return [name, ours, peer, overview.text.ratio(result)]
 
 
-_OTHERS = {"features": functions, "serving": server, "system": system}
-"""Tables without peers, by the page that has those of Hopper."""
-
-
-def tables(document: dict[str, Any]) -> str:
-    """All tables of one document, for results that are not in the repository, too."""
-    found = overview.of_document(document)
-    parts = [overview.text.LEGEND] if any(group.compared() for group in found) else []
-    parts += [overview.text.section(group) for group in found if group.results]
-    parts += [memory(document), functions(document), server(document), system(document)]
-    if "precision" in document:
-        parts.append(_precision(document))
-    if "training" in document:
-        parts.append(training([document]))
-    return "\n\n".join(filter(None, parts))
-
-
 def memory(document: dict[str, Any]) -> str:
     """MiB that XLA plans for a call of each cell of some groups; other peers do not report it."""
     rows = []
@@ -327,6 +308,28 @@ def _mebibytes(size: int) -> str:
     """
     mebibytes = size / 2**20
     return f"{mebibytes:.1f}" if mebibytes < 10 else f"{mebibytes:.0f}"
+
+
+_OTHERS = (
+    ("system", memory),
+    ("features", functions),
+    ("serving", server),
+    ("system", system),
+)
+"""Tables of one document, and the page that has those of Hopper."""
+
+
+def tables(document: dict[str, Any]) -> str:
+    """All tables of one document, for results that are not in the repository, too."""
+    found = overview.of_document(document)
+    parts = [overview.text.LEGEND] if any(group.compared() for group in found) else []
+    parts += [overview.text.section(group) for group in found if group.results]
+    parts += [tables_of(document) for _, tables_of in _OTHERS]
+    if "precision" in document:
+        parts.append(_precision(document))
+    if "training" in document:
+        parts.append(training([document]))
+    return "\n\n".join(filter(None, parts))
 
 
 def insert(text: str, blocks: dict[str, str]) -> str:

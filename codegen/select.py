@@ -11,7 +11,7 @@ from typing import Any
 from jax_memeff.codegen import features, gpu
 from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.kernels import KERNELS
-from jax_memeff.codegen.kernels.common.base import LARGE_DIM
+from jax_memeff.codegen.kernels.common.base import LARGE_DIM, query_tiles
 from jax_memeff.codegen.kernels.sm80 import split
 from jax_memeff.codegen.kernels.sm90 import backward as wgmma_backward
 from jax_memeff.codegen.kernels.sm90 import base as wgmma
@@ -61,8 +61,6 @@ CLOSURE_DIMS = tuple(
 
 _PLAIN_ROWS = 128
 """The rows of most tiles of a forward."""
-_SPLIT_ROWS = 64
-"""Up to this many query rows of a key head, half of a plain tile would be empty."""
 
 _COMMON_BIAS = {"bias": AskedBias("16", "common")}
 
@@ -136,7 +134,7 @@ def _query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRo
     """
     if rows := split.required_rows(problem, sizes, multiprocessors):
         return rows
-    tiles = sizes.batch * sizes.heads * ceil_div(sizes.queries, _PLAIN_ROWS)
+    tiles = query_tiles(sizes, _PLAIN_ROWS)
     leaves_half_idle = 2 * tiles <= multiprocessors
     has_groups = gpu.has_wgmma(problem.arch) and leaves_half_idle
     is_packed = problem[features.PACKED] and not problem.asks(features.PAGES)
@@ -150,7 +148,7 @@ def _query_rows(problem: Problem, sizes: Sizes, multiprocessors: int) -> QueryRo
         return "consumer_groups"
     # If many heads share a key head, a tile of one head has few rows.
     is_faster = split_time < ceil_div(tiles, multiprocessors) * sizes.keys
-    if split.gqa_rows(problem, sizes) <= _SPLIT_ROWS or leaves_half_idle or is_faster:
+    if split.gqa_rows(problem, sizes) <= split.ROWS or leaves_half_idle or is_faster:
         return "64"
     return wgmma_forward.rows_to_fill(problem, sizes)
 

@@ -38,7 +38,7 @@ _TILE = 4
 """Rows and columns of a tile in the pictures of masks."""
 _LEGEND = "![The colors of the pictures of masks](legend.svg)"
 _STYLE = "svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}"
-"""Where the SVG is no part of a page: the text is dark on a light page, and light on a dark one."""
+"""For an SVG that is no part of a page: its text is dark on a light page, light on a dark one."""
 _LEVELS = ("#08306b", "#2171b5", "#6baed6", "#c6dbef", "#fee0d2", "#fc9272", "#de2d26", "#67000d")
 """From low to high scores."""
 

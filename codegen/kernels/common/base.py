@@ -173,6 +173,11 @@ def gqa_row_tiles(sizes: Sizes, tile: int) -> int:
     return sizes.batch * sizes.key_heads * ceil_div(rows, tile)
 
 
+def split_row_tiles(sizes: Sizes, tile: int, packs_gqa: bool) -> int:
+    """The tiles of query rows of a split forward."""
+    return (gqa_row_tiles if packs_gqa else query_tiles)(sizes, tile)
+
+
 def key_tiles(spec: KernelSpec, sizes: Sizes) -> int:
     """The number of CTAs of :func:`key_tile_grid`."""
     if has_token_grid(spec):

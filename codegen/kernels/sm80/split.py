@@ -13,7 +13,7 @@ from jax_memeff.codegen import gpu, shared_memory
 from jax_memeff.codegen.features import FUNCTIONS, PACKED, PAGES, pages
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.gpu import Gpu
-from jax_memeff.codegen.kernels.common.base import gqa_row_tiles, pack_gqa, query_tiles, stage
+from jax_memeff.codegen.kernels.common.base import pack_gqa, query_tiles, split_row_tiles, stage
 from jax_memeff.codegen.kernels.sm80.base import MmaKernel, MmaTile
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
@@ -29,7 +29,9 @@ _DRAFT_ROWS = 32
 of one head may have a block mask, for which warps with 32 rows have no registers.
 """
 
-_ROWS = 64
+ROWS = 64
+"""The rows of the largest tile. With at most as many query rows of a key head, half of a plain tile
+would be empty."""
 
 _MOST_CTAS = 512
 """The most CTAs with partial results: the largest GPUs then have a few for each SM."""
@@ -72,8 +74,7 @@ def split_time(problem: Problem, sizes: Sizes, multiprocessors: int) -> float:
     """The time of CTAs that split the keys, and of the combine kernel, in units of a key in one
     CTA of the forward.
     """
-    heads = sizes.key_heads if pack_gqa(problem) else sizes.heads
-    tiles = sizes.batch * heads * ceil_div(gqa_rows(problem, sizes), _ROWS)
+    tiles = split_row_tiles(sizes, ROWS, pack_gqa(problem))
     return _MMA_SYNC_COST * sizes.keys * tiles / multiprocessors + _COMBINATION
 
 
@@ -328,9 +329,8 @@ class FmhaFwdSplitSm80(MmaKernel):
         return ["split", *(["gqa"] if spec.pack_gqa else [])]
 
     def entry_points(self, spec: KernelSpec) -> tuple[EntryPoint, ...]:
-        rows = spec.tile.query
-        tiles = gqa_row_tiles if spec.pack_gqa else query_tiles
-        grid = Grid(lambda sizes: tiles(sizes, rows), splits="each")
+        rows, packs_gqa = spec.tile.query, spec.pack_gqa
+        grid = Grid(lambda sizes: split_row_tiles(sizes, rows, packs_gqa), splits="each")
         class_name = "FmhaForwardCombine<Config>"
         combine_grid = _COMBINE_GRID
         if _groups_take_segments(spec):
@@ -354,9 +354,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         (ffi/src/splits.cc) chooses the number of parts for the device; this is the
         largest number that the program has room for.
         """
-        tile_heads = sizes.key_heads if spec.pack_gqa else sizes.heads
-        rows = sizes.queries * sizes.heads // max(1, tile_heads)
-        tiles = sizes.batch * tile_heads * -(-rows // spec.tile.query)
+        tiles = split_row_tiles(sizes, spec.tile.query, spec.pack_gqa)
         splits = min(_MOST_CTAS // max(1, tiles), ceil_div(sizes.keys, spec.tile.key))
         all_rows = sizes.batch * sizes.heads * sizes.queries
         if spec[PAGES].is_invariant:

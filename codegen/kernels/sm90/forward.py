@@ -19,6 +19,7 @@ from jax_memeff.codegen.kernels.common.base import (
     MASK_MODIFIERS,
     modifiers,
     panel_columns,
+    query_tiles,
     tile_columns,
 )
 from jax_memeff.codegen.kernels.sm90.base import (
@@ -333,8 +334,7 @@ def rows_to_fill(problem: Problem, sizes: Sizes) -> QueryRows | None:
 
 def consumer_groups_time(sizes: Sizes, multiprocessors: int) -> float:
     """The time of CTAs whose consumer groups share 64 rows, in units of a key in one CTA."""
-    tiles = sizes.batch * sizes.heads * ceil_div(sizes.queries, WARPGROUP_ROWS)
-    return ceil_div(tiles, multiprocessors) * sizes.keys
+    return ceil_div(query_tiles(sizes, WARPGROUP_ROWS), multiprocessors) * sizes.keys
 
 
 def _filled_rows(head_dim: int, value_dim: int) -> tuple[QueryRows, ...]:

@@ -206,9 +206,8 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         row tiles, which changes no bit.
         """
         rows, columns = spec.tile.query, spec.padded_value_dim
-        queries, heads = sizes.queries * sizes.group, sizes.batch * sizes.key_heads
-        tiles = heads * -(-queries // rows)
-        clusters = heads * -(-queries // (_CLUSTER * rows)) * -(-sizes.keys // spec.tile.key)
+        queries, tiles = sizes.queries * sizes.group, gqa_row_tiles(sizes, rows)
+        clusters = gqa_row_tiles(sizes, _CLUSTER * rows) * ceil_div(sizes.keys, spec.tile.key)
         blocks = min(_CLUSTER * clusters, max(multiprocessors, _MOST_BLOCKS))
         yield Workspace("tile_parts", (tiles, _TILE_PARTS_WORDS), "int32")
         if spec[PAGES].is_invariant:
