@@ -49,7 +49,8 @@ PAGES = {
     ),
     "serving": (
         "Serving on Hopper",
-        "The first tables compare calls with contiguous keys, because peers read no pages.",
+        "The first tables compare calls with contiguous keys, because of the peers only FlashMLA "
+        "reads pages.",
     ),
     "sm80": (
         "GPUs without wgmma",
@@ -68,8 +69,8 @@ PAGES = {
     "losses": (
         "Where a peer is faster",
         "All figures with a ratio (the time of the fastest peer divided by ours) below 1, the "
-        "lowest first. No peer reads pages: [Serving](serving.md#pages) compares such calls with "
-        "peers that read contiguous keys.",
+        "lowest first. Calls from pages are not among them: [Serving](serving.md) compares them "
+        "with peers that read contiguous keys, and with FlashMLA.",
     ),
     "system": (
         "Determinism, several devices, host",
