@@ -197,7 +197,7 @@ def prepare(
         mask = mask.without_block_masks()
     tokens = (total_q, total_k)
     options, combined, others = canonical(
-        query.dtype, sizes["H"], scores_shape, bias, mask, named, tokens
+        query.dtype, sizes["H"], scores_shape, sizes["K"], bias, mask, named, tokens
     )
     query_starts, query_lengths = starts_and_lengths(jnp.asarray(cu_seqlens_q), longest_q, total_q)
     key_starts, key_lengths = starts_and_lengths(jnp.asarray(cu_seqlens_k), longest_k, total_k)
