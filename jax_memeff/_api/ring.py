@@ -193,9 +193,7 @@ def ring_attention(
     is_array = mask is not None and not isinstance(mask, Mask)
     dtype, array = projections["query"].dtype, mask if is_array else None
     dim, key_heads = sizes["H"], sizes["K"]
-    options, combined, arrays = canonical(
-        dtype, dim, scores_shape, key_heads, bias, array, named
-    )
+    options, combined, arrays = canonical(dtype, dim, scores_shape, key_heads, bias, array, named)
     if not by_heads:
         _chunks_suit(axis_name, layout, rows, columns, options)
     _no_local_arrays(mask)

@@ -90,9 +90,7 @@ def forward(
     return rows.each(query_block, (out, *of_rows))
 
 
-def _online_softmax(
-    problem: Problem, state: State | None, tile: Tile, value: jax.Array
-) -> State:
+def _online_softmax(problem: Problem, state: State | None, tile: Tile, value: jax.Array) -> State:
     """Add one tile to the running maximum, sum of exponentials and weighted values of each row.
 
     A state of None is that of no tile.

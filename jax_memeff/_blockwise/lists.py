@@ -9,7 +9,6 @@ depends on their order.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -43,9 +42,7 @@ class ListedProblem(Problem):
     """A call with lists of keys. ``cols`` are the entries of a list, in one block."""
 
     @classmethod
-    def of(
-        cls, operands: Operands, options: Options, pools: Pools | None = None
-    ) -> ListedProblem:
+    def of(cls, operands: Operands, options: Options, pools: Pools | None = None) -> ListedProblem:
         dense: Any = super().of(operands, options, pools)
         batch, length, heads, head_dim = operands.query.shape
         count = operands.mask.key_lists[0].indices.shape[3] if operands.columns else 0
@@ -177,8 +174,8 @@ class ListedProblem(Problem):
     def added_to_bias(
         self, sums: jax.Array, dscores: jax.Array, row: Index, col: Index
     ) -> jax.Array:
-        batch, kv_heads, groups, rows, count = dscores.shape
-        indices, heads, length, columns = sums.shape
+        batch, kv_heads, _, rows, count = dscores.shape
+        indices, heads, _, columns = sums.shape
         if columns == 1:
             dscores = jnp.sum(dscores, 4, keepdims=True)
         if heads == 1:
@@ -221,7 +218,7 @@ class ListedProblem(Problem):
         return self._valid_by_values(valid, bias, coordinates)
 
     def positions(self, row: Index, col: Index) -> tuple[jax.Array, jax.Array]:
-        """The global rows and columns of a tile, [1|B, 1, 1, rows, 1] and [1|B, 1|K, 1, rows, n]."""
+        """The global rows [1|B, 1, 1, rows, 1] and columns [1|B, 1|K, 1, rows, n] of a tile."""
         columns, _ = self._listed(row)
         rows = (row + lax.iota(jnp.int32, self.rows.size)).reshape(1, 1, 1, -1, 1)
         return self._global(rows, columns[:, :, None])

@@ -294,7 +294,10 @@ def kept_at(
             state.batch_base.reshape(-1, 1, 1, 1, 1) + heads,
             jnp.uint32(0),
         ),
-        (state.key_words[:, 0].reshape(-1, 1, 1, 1, 1), state.key_words[:, 1].reshape(-1, 1, 1, 1, 1)),
+        (
+            state.key_words[:, 0].reshape(-1, 1, 1, 1, 1),
+            state.key_words[:, 1].reshape(-1, 1, 1, 1, 1),
+        ),
     )
     is_odd_row, is_odd_col = row & 1 == 1, col & 1 == 1
     word = jnp.where(

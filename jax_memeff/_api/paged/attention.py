@@ -284,9 +284,7 @@ def _of_rows(
     return Sequences(starts, jnp.zeros_like(starts), counts, lengths, longest, columns)
 
 
-def _with_token_lists(
-    mask: Mask, scores_shape: tuple[int, int, int, int], is_ragged: bool
-) -> Mask:
+def _with_token_lists(mask: Mask, scores_shape: tuple[int, int, int, int], is_ragged: bool) -> Mask:
     """The mask with one list of keys for each token, as in a canonical mask of packed sequences."""
     batch, _, rows, columns = scores_shape
     found = key_lists.canonical(mask.key_lists, columns, is_packed=is_ragged)

@@ -162,7 +162,7 @@ class Conditions(values.HoldsArrays):
         )
 
     def with_boolean_lists(self, N: int, S: int) -> Self:
-        """A canonical mask with boolean arrays in place of lists of keys, for pictures and tests."""
+        """A canonical mask with boolean arrays in place of lists of keys; for small masks."""
         listed = (lists.listed(S) for lists in self.key_lists)
         booleans = tuple(
             jnp.repeat(x, N // x.shape[1], 1) if x.shape[1] != 1 else x for x in listed

@@ -438,7 +438,9 @@ class Mask(Conditions):
                 f"{position!r:.80}"
             )
         mask = checks.checked(self, (B, N, T, S), clamps=True).canonical(B, T, S)
-        mask = compiled(mask.with_boolean_lists(N, S), Frame.of(mask, (T, S))._replace(position=position))
+        mask = compiled(
+            mask.with_boolean_lists(N, S), Frame.of(mask, (T, S))._replace(position=position)
+        )
         valid = tiles.valid_elements(mask, (T, S), (0, 0), (T, S), position)
         valid = jnp.broadcast_to(True if valid is None else valid, (B, N, T, S))
         for program in mask.functions:
