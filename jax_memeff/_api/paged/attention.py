@@ -291,8 +291,7 @@ def _with_token_lists(mask: Mask, scores_shape: tuple[int, int, int, int], is_ra
     if found and not is_ragged:
         indices = jnp.swapaxes(found[0].indices, 1, 2)
         indices = jnp.broadcast_to(indices, (batch, *indices.shape[1:]))
-        tokens = (1, batch * rows)
-        indices = checks.with_leading("key indices", indices, 2, tokens)
+        indices = checks.with_leading("key indices", indices, 2, (batch * rows,))[None]
         found = (dataclasses.replace(found[0], indices=indices),)
     return dataclasses.replace(mask, key_lists=found)
 
