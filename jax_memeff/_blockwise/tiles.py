@@ -239,8 +239,9 @@ class Problem:
         exact: overlapping tiles only add zeros.
         """
         bias = self.operands.bias
-        is_summed = bias is None or bias.shape[2] == 1
-        return self.accumulator if is_summed else bias.dtype
+        if bias is None or bias.shape[2] == 1:
+            return self.accumulator
+        return bias.dtype
 
     @property
     def is_one_tile(self) -> bool:

@@ -21,6 +21,7 @@ from jax_memeff import Mask, Offsets
 
 UNOPTIMISED = {"xla_backend_optimization_level": 0}
 COUNT = 7
+check: Any = jax_memeff.check
 SINKS = np.array([0.3, -1, 2, 0], np.float32)
 
 
@@ -297,16 +298,15 @@ def test_bad_lists():
     case, lists = padded_case()
     for shape in ((4, 4, 2, COUNT), (4, 8, 3, COUNT), (12, 4, COUNT)):
         with pytest.raises(ValueError, match=r"\[4 or 1, 4 or 1, 3, n\], got shape"):
-            padded(*case.arguments, np.zeros(shape, int))
+            padded(*(*case.arguments, np.zeros(shape, int)))
     with pytest.raises(ValueError, match=r"\[12, 4 or 1, n\], a list for each token, got"):
         paging.paged_attention(*case.arguments, query_starts=case.starts, mask=Mask.keys(lists))
+    segments = Mask.segments(np.ones(1, int), np.ones(1, int))
     with pytest.raises(ValueError, match="mask must not have segment ids"):
-        paging.paged_attention(
-            *case.arguments, query_starts=case.starts, mask=Mask.segments([1], [1])
-        )
+        paging.paged_attention(*case.arguments, query_starts=case.starts, mask=segments)
     good = dict(
         zip(("query", "key", "value", "page_table", "kv_lengths"), case.arguments, strict=True)
     )
     good |= {"query": np.nan_to_num(case.query).reshape(4, 3, 8, 8)}
     with pytest.raises(ValueError, match=r"key indices must be in \[-1, 48\), got 48 at index"):
-        jax_memeff.check(**good, mask=Mask.keys(np.full((3, 2), 48)))
+        check(**good, mask=Mask.keys(np.full((3, 2), 48)))
