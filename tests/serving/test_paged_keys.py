@@ -296,9 +296,10 @@ def test_temporaries_do_not_grow_with_the_pool(dtype, heads):
 
 def test_bad_lists():
     case, lists = padded_case()
+    call: Any = padded
     for shape in ((4, 4, 2, COUNT), (4, 8, 3, COUNT), (12, 4, COUNT)):
         with pytest.raises(ValueError, match=r"\[4 or 1, 4 or 1, 3, n\], got shape"):
-            padded(*(*case.arguments, np.zeros(shape, int)))
+            call(*case.arguments, np.zeros(shape, int))
     with pytest.raises(ValueError, match=r"\[12, 4 or 1, n\], a list for each token, got"):
         paging.paged_attention(*case.arguments, query_starts=case.starts, mask=Mask.keys(lists))
     segments = Mask.segments(np.ones(1, int), np.ones(1, int))

@@ -161,16 +161,15 @@ class Conditions(values.HoldsArrays):
             key_lists=key_lists.canonical(self.key_lists, S, tokens is not None),
         )
 
-    def with_boolean_lists(self, N: int, S: int) -> Self:
-        """A canonical mask with boolean arrays in place of lists of keys; for small masks."""
-        listed = (lists.listed(S) for lists in self.key_lists)
-        booleans = tuple(
-            jnp.repeat(x, N // x.shape[1], 1) if x.shape[1] != 1 else x for x in listed
-        )
-        return dataclasses.replace(self, booleans=self.booleans + booleans, key_lists=())
-
 
 AnyMask = TypeVar("AnyMask", bound=Conditions)
+
+
+def with_boolean_lists(mask: AnyMask, N: int, S: int) -> AnyMask:
+    """A canonical mask with boolean arrays in place of lists of keys; for small masks."""
+    listed = (lists.listed(S) for lists in mask.key_lists)
+    booleans = (jnp.repeat(x, N // x.shape[1], 1) if x.shape[1] != 1 else x for x in listed)
+    return dataclasses.replace(mask, booleans=(*mask.booleans, *booleans), key_lists=())
 
 
 def _smallest(lengths: Sequence[jax.Array], batch: int, size: int) -> jax.Array | None:

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_memeff._call import values
 from jax_memeff._call.mask import arguments, block_mask, checks, tiles
-from jax_memeff._call.mask.conditions import Conditions
+from jax_memeff._call.mask.conditions import Conditions, with_boolean_lists
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.mask.key_lists import KeyLists
 from jax_memeff._call.mask.kv_blocks import KvBlocks
@@ -438,9 +438,8 @@ class Mask(Conditions):
                 f"{position!r:.80}"
             )
         mask = checks.checked(self, (B, N, T, S), clamps=True).canonical(B, T, S)
-        mask = compiled(
-            mask.with_boolean_lists(N, S), Frame.of(mask, (T, S))._replace(position=position)
-        )
+        mask = with_boolean_lists(mask, N, S)
+        mask = compiled(mask, Frame.of(mask, (T, S))._replace(position=position))
         valid = tiles.valid_elements(mask, (T, S), (0, 0), (T, S), position)
         valid = jnp.broadcast_to(True if valid is None else valid, (B, N, T, S))
         for program in mask.functions:

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax_memeff._call import values
 from jax_memeff._call.mask import block_mask, checks, expression
 from jax_memeff._call.mask.block_mask import ALL, NONE, SOME, Tiling
-from jax_memeff._call.mask.conditions import Conditions
+from jax_memeff._call.mask.conditions import Conditions, with_boolean_lists
 from jax_memeff._call.mask.kv_blocks import BlockTable
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.offsets import checked as offsets_of_call
@@ -151,7 +151,7 @@ def picture_of_canonical(
         ValueError: it would have more than ``MOST_TILES`` tiles.
     """
     offsets = Offsets() if offsets is None else offsets
-    mask = mask.with_boolean_lists(scores_shape[1], scores_shape[3])
+    mask = with_boolean_lists(mask, scores_shape[1], scores_shape[3])
     sizes = scores_shape[2:]
     tiles = number_of_tiles(sizes, tile)
     if tiles > MOST_TILES:
