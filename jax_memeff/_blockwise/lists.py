@@ -126,7 +126,7 @@ class ListedProblem(Problem):
         places = (
             batch.reshape(-1, 1, 1, 1, 1),
             lax.iota(jnp.int32, kv_heads * groups).reshape(1, kv_heads, groups, 1, 1),
-            (row + lax.iota(jnp.int32, self.rows.size)).reshape(1, 1, 1, -1, 1),
+            self._rows(row),
             columns[:, :, None],
         )
         return tuple(
@@ -214,8 +214,7 @@ class ListedProblem(Problem):
         _, valid = self._listed(row)
         valid = valid[:, :, None]
         if self.rows.overlap and first_row is not None:
-            rows = row + lax.iota(jnp.int32, self.rows.size)
-            valid &= (rows >= first_row)[:, None]
+            valid &= self._rows(row) >= first_row
         divisors = of_booleans(self.operands.mask, self.options.divisors)
         for array, divisor in zip(self.operands.mask.booleans, divisors, strict=True):
             valid = valid & self._of_scores(array, divisor, row)
@@ -224,8 +223,11 @@ class ListedProblem(Problem):
     def positions(self, row: Index, col: Index) -> tuple[jax.Array, jax.Array]:
         """The global rows [1|B, 1, 1, rows, 1] and columns [1|B, 1|K, 1, rows, n] of a tile."""
         columns, _ = self._listed(row)
-        rows = (row + lax.iota(jnp.int32, self.rows.size)).reshape(1, 1, 1, -1, 1)
-        return self._global(rows, columns[:, :, None])
+        return self._global(self._rows(row), columns[:, :, None])
+
+    def _rows(self, row: Index) -> jax.Array:
+        """The local rows of a tile, [1, 1, 1, rows, 1]."""
+        return (row + lax.iota(jnp.int32, self.rows.size)).reshape(1, 1, 1, -1, 1)
 
     def _kept(self, row: Index, col: Index) -> jax.Array | None:
         return dropout.kept_at(self.operands, self.options, *self.positions(row, col))

@@ -427,6 +427,19 @@ def test_memory_and_work_are_those_of_the_lists():
     assert memory.temp_size_in_bytes < 16 * x.size * 4 < length * length * 4 / 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decode_step_does_not_copy_all_keys(dtype):
+    """Rows of keys and values are gathered, and widened, tile by tile."""
+    row, rows = (jax.ShapeDtypeStruct((4, length, 4, 64), dtype) for length in (1, 8192))
+    indices = jax.ShapeDtypeStruct((4, 1, 1, 32), jnp.int32)
+
+    def attend(query, key, value, indices):
+        return dot_product_attention(query, key, value, mask=Mask.keys(indices))
+
+    memory: Any = jax.jit(attend).lower(row, rows, rows, indices).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.1 * 2 * rows.size * rows.dtype.itemsize
+
+
 def drawn(rng: np.random.Generator) -> Any:
     """Random lengths and lists: short ones, with repeats, or whole rows of nothing."""
     indices = rng.integers(-2, S + 2, (B, K, T, COUNT)).astype(np.int32)

@@ -170,6 +170,9 @@ def test_sequences_with_the_same_number_of_tokens(assert_close):
         want = paging.answer(case, valid=listed(case, by_token))
         np.testing.assert_allclose(out.reshape(12, 8, 8), want[0], rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(lse.reshape(12, 8), want[1], rtol=2e-5, atol=2e-5)
+        query, rows = case.query.reshape(4, 3, 8, 8)[:, 2:], own[:, :, 2:]
+        step = paging.paged_attention(query, *case.arguments[1:], mask=Mask.keys(rows))
+        assert_close(step, out[:, 2:], 1e-6)
 
 
 def test_other_masks_and_functions(assert_close):

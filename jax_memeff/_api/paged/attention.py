@@ -105,9 +105,9 @@ def paged_attention(
             positions in it.
         mask: Likewise, a ``Mask`` or a boolean array that broadcasts to [B, N, T, S] with
             ``S = max_pages * page_size``. Windows and functions use positions in the sequence. The
-            rows of a boolean array and of lists of blocks are the queries of the sequence, their
-            columns are positions. Lengths and segment ids raise an error, under ``|`` and ``~``
-            too. Pass a tree of draft tokens as a function.
+            rows of a boolean array and of lists are the queries of the sequence, their columns are
+            positions. Lengths and segment ids raise an error, under ``|`` and ``~`` too. Pass a
+            tree of draft tokens as a function.
         offsets: Where the sequences begin in larger ones, for windows and functions: ``query`` and
             ``key`` are added to the positions of queries and keys, so a part of the keys, such as a
             prefix that sequences share, can be merged with the others
