@@ -339,6 +339,27 @@ def test_vmap(assert_close):
     assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *want), 1e-6)
 
 
+@pytest.mark.parametrize("mapped", ["lists", "bias", "both"])
+def test_gradients_of_a_bias_under_vmap(mapped, assert_close):
+    """A bias that several batch indices share gets one gradient for each index of the vmap."""
+    indices = jnp.stack([lists(seed) for seed in (40, 41, 42)])
+    biases = normal(43, 3, 1, N, 1, S)
+
+    def gradient(indices, bias):
+        def loss(bias):
+            mask = Mask.keys(indices)
+            return jnp.sum(dot_product_attention(QUERY, KEY, VALUE, bias, mask) ** 2)
+
+        return jax.grad(loss)(bias)
+
+    axes = {"lists": (0, None), "bias": (None, 0), "both": (0, 0)}[mapped]
+    given = [x if axis == 0 else x[0] for x, axis in zip((indices, biases), axes, strict=True)]
+    got = jax.jit(jax.vmap(gradient, axes), compiler_options=UNOPTIMISED)(*given)
+    one = jax.jit(gradient, compiler_options=UNOPTIMISED)
+    want = [one(indices[i * (axes[0] == 0)], biases[i * (axes[1] == 0)]) for i in range(3)]
+    assert_close(got, jnp.stack(want), 1e-6)
+
+
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("order", ["tangent", "forward over reverse", "reverse over reverse"])
 def test_derivatives_in_both_modes(order, assert_close):

@@ -54,7 +54,7 @@ class KeyLists(values.HoldsArrays):
 
         >>> lists = KeyLists.of([[2, 0, 2, 7, -1]], False)
         >>> lists.distinct(columns=4, is_packed=False).tolist()
-        [[[[-1, 0, 2, -1, 4]]]]
+        [[[[-1, 0, -1, 2, 4]]]]
         """
         indices = self.indices
         if values.is_host(indices) or indices.dtype != jnp.int32:
