@@ -205,6 +205,7 @@ CASES = {
         {"indices": np.array([[0, 1]]), "counts": np.array([2])}
         | {"block_size": (np.int32(16), np.int32(16))},
     ),
+    "Mask.keys": Case(Mask.keys, {"indices": np.array([[0, 1]]), "unique_indices": np.True_}),
     "Mask.blocks": Case(
         Mask.segments(IDS, IDS).blocks, {"query": TOKENS, "key": TOKENS, "offsets": POSITIONS}
     ),
