@@ -138,9 +138,7 @@ def measure_direction(
             if peer.framework == "jax":
                 programs[peer.name] = compilation.program(peer, cell, inputs, backward)
             else:
-                programs[peer.name] = torch_programs.TorchProgram(
-                    peer, cell, inputs, calls, backward
-                )
+                programs[peer.name] = torch_programs.of_cell(peer, cell, inputs, calls, backward)
         except Exception as error:
             outcomes[peer.name] = Failure(first_line(error))
     seed = f"{cell.name}, {backward}"

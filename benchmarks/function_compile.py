@@ -34,7 +34,8 @@ Call = Callable[..., dict[str, Any]]
 def functions() -> Iterator[tuple[str, Call, Any]]:
     """Names, calls, and the gallery entries whose examples supply the arguments of the calls."""
     for name, entry in ENTRIES.items():
-        yield name, entry.call, entry
+        if entry.has_kernels:
+            yield name, entry.call, entry
 
     def same(cap: float) -> dict[str, Any]:
         return {"score_mod": lambda score, b, h, q, k: score}

@@ -22,7 +22,7 @@ from programs import jax_programs, precompile, torch_programs
 from programs.peers import OURS, PEERS
 from rich.console import Console
 from rich.progress import Progress
-from server import calls, host_time, table
+from server import calls, flash_mla, host_time, table
 from server.calls import CALLS, Tokens
 from server.steps import SETS, Step, steps
 
@@ -42,7 +42,7 @@ def calls_per_launch(step: Step) -> int:
 
 
 def _is_jax(name: str) -> bool:
-    return name in CALLS or PEERS[name].framework == "jax"
+    return name in CALLS or (name in PEERS and PEERS[name].framework == "jax")
 
 
 def _function(name: str, step: Step, implementation: str) -> Any:
@@ -53,7 +53,16 @@ def _function(name: str, step: Step, implementation: str) -> Any:
 
 
 def _arrays(name: str, step: Step, tokens: Tokens) -> Any:
+    if name == flash_mla.NAME:
+        name = "pages64"
     return CALLS[name].arrays(step, tokens) if name in CALLS else calls.contiguous(step, tokens)
+
+
+def _torch_program(name: str, step: Step, arrays: Any) -> torch_programs.TorchProgram:
+    number = calls_per_launch(step)
+    if name == flash_mla.NAME:
+        return flash_mla.program(step, arrays, number)
+    return torch_programs.of_cell(PEERS[name], step.cell, arrays, number, backward=False)
 
 
 def _precompile(name: str, step: Step, implementation: str) -> None:
@@ -113,9 +122,7 @@ def measure_step(
             programs[name] = (
                 compilation.program(name, step, arrays)
                 if _is_jax(name)
-                else torch_programs.TorchProgram(
-                    PEERS[name], step.cell, arrays, calls_per_launch(step), backward=False
-                )
+                else _torch_program(name, step, arrays)
             )
         except Exception as error:
             outcomes[name] = Failure(first_line(error))
@@ -188,6 +195,7 @@ def main() -> None:
         "labels": {
             **{name: call.label for name, call in CALLS.items()},
             **{name: peer.label for name, peer in PEERS.items()},
+            flash_mla.NAME: flash_mla.LABEL,
         },
         "steps": [],
         "host": {},

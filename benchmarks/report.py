@@ -49,7 +49,8 @@ PAGES = {
     ),
     "serving": (
         "Serving on Hopper",
-        "The first tables compare calls with contiguous keys, because peers read no pages.",
+        "The first tables compare calls with contiguous keys, because of the peers only FlashMLA "
+        "reads pages.",
     ),
     "sm80": (
         "GPUs without wgmma",
@@ -68,8 +69,8 @@ PAGES = {
     "losses": (
         "Where a peer is faster",
         "All figures with a ratio (the time of the fastest peer divided by ours) below 1, the "
-        "lowest first. No peer reads pages: [Serving](serving.md#pages) compares such calls with "
-        "peers that read contiguous keys.",
+        "lowest first. Calls from pages are not among them: [Serving](serving.md) compares them "
+        "with peers that read contiguous keys, and with FlashMLA.",
     ),
     "system": (
         "Determinism, several devices, host",
@@ -139,10 +140,9 @@ def functions(document: dict[str, Any]) -> str:
             "same meaning (segment ids, window, soft cap), the plain call uses it.",
             table(*function_table.of_plain(document)),
             *function_table.compilation(document),
+            *_listed("Block masks", function_table.block_masks(document)),
+            source(document),
         ]
-        if lines := function_table.block_masks(document):
-            parts.append("Block masks:\n\n" + "\n".join(f"- {line}" for line in lines))
-        parts.append(source(document))
     if "gallery_errors" in document:
         records = document["gallery_errors"]
         parts += [
@@ -152,11 +152,14 @@ def functions(document: dict[str, Any]) -> str:
             "captured arrays are apart: kernels compute `rowsum(dO * O)` from the rounded output, "
             "so all scores of a row have the same error and a sum does not average it out.",
             table(*errors.rows(records)),
+            *_listed("Beyond the limit", errors.failures(records)),
+            source(document),
         ]
-        if lines := errors.failures(records):
-            parts.append("Beyond the limit:\n\n" + "\n".join(f"- {line}" for line in lines))
-        parts.append(source(document))
     return "\n\n".join(parts)
+
+
+def _listed(title: str, lines: Sequence[str]) -> list[str]:
+    return [f"{title}:\n\n" + "\n".join(f"- {line}" for line in lines)] if lines else []
 
 
 def server(document: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples"))
 
-from gallery import scores, structure, windows
+from gallery import lists, scores, structure, windows
 from gallery.catalog import ENTRIES, Entry, Shape
 
 from jax_memeff import Mask
@@ -32,7 +32,12 @@ from jax_memeff._call.mask import pictures
 from jax_memeff._call.mask.pictures import Picture, summary
 
 FOLDER = ROOT / "docs" / "gallery"
-_PAGES = {scores: "Functions of scores", windows: "Windows", structure: "Structure"}
+_PAGES = {
+    scores: "Functions of scores",
+    windows: "Windows",
+    structure: "Structure",
+    lists: "Lists of keys",
+}
 _MASK_SHAPE, _SCORE_SHAPE = Shape(1, 4, 64), Shape(1, 4, 25)
 _TILE = 4
 """Rows and columns of a tile in the pictures of masks."""

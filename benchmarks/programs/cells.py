@@ -357,6 +357,7 @@ def gallery() -> list[Cell]:
             query_length=entry.rows or cell.query_length,
         )
         for entry in ENTRIES.values()
+        if entry.has_kernels
     ]
 
 

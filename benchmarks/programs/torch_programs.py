@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,19 +54,23 @@ class TorchProgram:
     """``calls`` eager PyTorch calls, replayed from a CUDA graph.
 
     Capturing fixes the memory of every temporary and removes PyTorch's host time, as compilation
-    does for the JAX peers.
+    does for the JAX peers. ``function`` returns a tuple of tensors for ``operands``.
     """
 
-    def __init__(self, peer: Peer, cell: Cell, inputs: Inputs, calls: int, backward: bool):
+    def __init__(
+        self,
+        function: Callable[[Any], tuple[Any, ...]],
+        operands: Any,
+        calls: int,
+        deterministic: bool = False,
+    ):
         torch = importlib.import_module("torch")
         if not torch.cuda.is_available():
             raise RuntimeError("torch finds no CUDA device")
         self.calls = calls
         self._torch = torch
         # The mode at the time of the capture counts; other peers set their own.
-        torch.use_deterministic_algorithms(peer.deterministic)
-        function = one_call(peer.attention(cell), backward)
-        operands = tensors(jax.block_until_ready(adapt(inputs, peer, cell)), backward)
+        torch.use_deterministic_algorithms(deterministic)
         self._operands = operands  # the graph holds addresses but does not keep tensors alive
         side_stream = torch.cuda.Stream()
         with warnings.catch_warnings(record=True) as refusals:
@@ -97,6 +102,13 @@ class TorchProgram:
     def results(self) -> list[jax.Array]:
         """The output, then the gradients in the order of ``Tensors``, as JAX arrays."""
         return to_jax(self._results[-1])
+
+
+def of_cell(peer: Peer, cell: Cell, inputs: Inputs, calls: int, backward: bool) -> TorchProgram:
+    """``calls`` calls of a peer."""
+    operands = tensors(jax.block_until_ready(adapt(inputs, peer, cell)), backward)
+    function = one_call(peer.attention(cell), backward)
+    return TorchProgram(function, operands, calls, peer.deterministic)
 
 
 def one_call(attention: Any, backward: bool):

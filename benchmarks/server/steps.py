@@ -25,7 +25,9 @@ class Step:
     heads: int
     key_heads: int
     calls: tuple[str, ...]
-    """Names of ``calls.CALLS``, or of ``peers.PEERS`` for calls with contiguous keys."""
+    """Names of ``calls.CALLS``, or of peers: ``flash_mla``, or those of ``peers.PEERS``, which read
+    contiguous keys.
+    """
     head_dim: int = 128
     value_dim: int = 128
     is_latent: bool = False
@@ -133,7 +135,7 @@ def latent() -> list[Step]:
         (128, 32768),
     )
     dims: Any = {"head_dim": 576, "value_dim": 512, "is_latent": True}
-    calls = ("pages64", "float8", "invariant")
+    calls = ("pages64", "float8", "invariant", "flash_mla")
     steps = [
         Step("latent", (length,) * batch, (1,) * batch, heads, 1, calls, **dims)
         for heads in (128, 16)

@@ -10,6 +10,8 @@ from programs.peers import OURS, PEERS
 from reporting.markdown_table import table
 from reporting.results import time
 
+from server import flash_mla
+
 _MISSING = "n/a"
 _HOST = {
     "bare": "`x + 1`",
@@ -92,13 +94,14 @@ def _latent(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list
         if "seconds" in record:
             rates = [f"{record['tflops']:.0f}", f"{record['bytes_per_second'] / copy:.2f}"]
         speeds = [_ratio(step["results"].get(name, {}), record) for name in ("float8", "invariant")]
-        rows.append([step["name"], _time(record), *rates, *speeds])
-    header = ["step", "µs", "TFLOP/s", "of the copy's rate", "float8", "batch-invariant"]
+        peer = _ratio(record, step["results"].get(flash_mla.NAME, {}))
+        rows.append([step["name"], _time(record), *rates, *speeds, peer])
+    header = ["step", "µs", "TFLOP/s", "of the copy's rate", "float8", "batch-invariant", "ratio"]
     return [
         "## Latent attention",
         "Keys have 576 columns, of which 512 are values. A copy on the device moves "
-        f"{copy / 1e12:.3g} TB/s. The last two columns are speeds relative to this call. No peer "
-        "was measured.",
+        f"{copy / 1e12:.3g} TB/s. Float8 and batch-invariant are speeds relative to this call. "
+        f"The last column is {flash_mla.LABEL}'s time with the same pages, divided by this one.",
         table(header, rows),
     ]
 

@@ -16,7 +16,7 @@ from .deterministic import DETERMINISTIC
 from .dropout import DROPOUT
 from .feature import OPERANDS, Feature, Flag, Operand
 from .functions import FUNCTIONS
-from .mask import BOOLEAN, LENGTHS, MASK, SEGMENTS
+from .mask import BOOLEAN, KEYS, LENGTHS, MASK, SEGMENTS
 from .pages import PAGES, AskedPages
 from .positions import POSITIONS
 from .row_maxima import ROW_MAXIMA
@@ -32,6 +32,7 @@ __all__ = [
     "DROPOUT",
     "FEATURES",
     "FUNCTIONS",
+    "KEYS",
     "LENGTHS",
     "MASK",
     "NUMBERS",
@@ -96,6 +97,7 @@ FEATURES: tuple[Feature[Any, Any], ...] = (
     BROADCAST_BATCH,
     SEGMENTS,
     BOOLEAN,
+    KEYS,
     SOFT_CAP,
     FUNCTIONS,
     DROPOUT,

@@ -1,4 +1,4 @@
-"""The masks: intervals of columns, lengths, segment ids, and boolean arrays."""
+"""The masks: intervals of columns, lengths, segment ids, boolean arrays, and lists of keys."""
 
 from __future__ import annotations
 
@@ -125,7 +125,47 @@ class Lengths(Feature[bool, None]):
         return bool({"query_lengths", "key_lengths"} & call.mask_kinds)
 
 
+class Keys(Feature[bool, None]):
+    """A list of keys for each query row. No kernel reads it yet."""
+
+    name, title = "keys", "lists of keys"
+    off, together = False, False
+    operands = (
+        Operand(
+            "key_lists",
+            "B~ K? T list",
+            "1 query_tokens K? list",
+            places=("mask.key_lists.*.indices",),
+            array_dims="B? K? T list",
+            placement="like query or replicated",
+        ),
+    )
+    support = (SupportRow("lists of keys for each query (`Mask.keys`)", ({"keys": True},)),)
+
+    def check(self, asked: bool) -> None:
+        expect_one_of(self.name, asked, (False, True))
+
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> None:
+        return None
+
+    def family_reasons(self, problem: ProblemLike) -> list[str]:
+        if not problem[self]:
+            return []
+        return ["lists of keys (Mask.keys) have no kernel yet: pass implementation='xla'"]
+
+    def asked_by(self, call: Any) -> bool:
+        return "keys" in call.mask_kinds
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--keys", action="store_true", help=self.support[0].title)
+
+    def from_flags(self, flags: argparse.Namespace) -> bool:
+        return flags.keys
+
+
 MASK = Mask()
+
+KEYS = Keys()
 
 LENGTHS = Lengths()
 

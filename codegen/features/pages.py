@@ -211,6 +211,11 @@ class Pages(Feature[AskedPages, CompiledPages]):
         asked, reasons = problem[self], []
         if asked.size and problem.direction != "forward":
             reasons.append("paged keys have no gradient: call varlen_attention")
+        if asked.is_latent and asked.dtype == "query" and problem.dtype not in ("f16", "bf16"):
+            reasons.append(
+                "latent values have a kernel on Hopper for queries of bfloat16 or float16, got "
+                f"{problem.dtype}: cast query and pool, or {_XLA}"
+            )
         if asked.dtype != "query":
             reasons += _float8_reasons(problem)
         return reasons

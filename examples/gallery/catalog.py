@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gallery import scores, structure, windows
+from gallery import lists, scores, structure, windows
 from jax_memeff import Mask
 
 
@@ -45,6 +45,7 @@ class Entry:
     """Whether the example is causal as well."""
     rows: int | None = None
     """The number of rows, if it differs from the number of columns."""
+    has_kernels: bool = True
 
     @property
     def name(self) -> str:
@@ -109,6 +110,12 @@ def _listed_blocks(shape: Shape) -> tuple[jax.Array, int]:
     return chosen.at[..., 0].set(0), shape.block
 
 
+def _listed_keys(shape: Shape) -> tuple[jax.Array]:
+    """The lists of an indexer with random queries, keys and weights."""
+    query, key = _normal(shape.batch, shape.length, 2, 9), _normal(shape.batch, shape.length, 8)
+    return (lists.lightning_indexer(query[..., 1:], key, query[..., 0], shape.length // 8),)
+
+
 def _block_sparse(shape: Shape) -> tuple[jax.Array, int]:
     count = shape.length // shape.block
     drawn = jax.random.bernoulli(jax.random.key(0), 0.25, (shape.heads, count, count))
@@ -160,5 +167,6 @@ ENTRIES = {
         Entry(structure.bigbird, "BigBird's blocks", _bigbird),
         Entry(structure.listed_blocks, "Blocks from index lists", _listed_blocks),
         Entry(structure.block_sparse, "Blocks from a table", _block_sparse),
+        Entry(lists.listed_keys, "Keys of an indexer", _listed_keys, has_kernels=False),
     )
 }

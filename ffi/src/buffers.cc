@@ -46,88 +46,71 @@ std::string names_of(const Call& call, bool is_result, size_t position) {
   return names;
 }
 
-template <class Find>
-ffi::Error check(const Call& call, bool is_result, size_t count, const Find& buffer_at) {
-  const std::string kind = is_result ? "result" : "operand";
-  auto const& types = is_result ? call.results : call.operands;
-  if (count != types.size()) {
-    return failure(ffi::ErrorCode::kInvalidArgument,
-                   "the custom call got " + std::to_string(count) + " " + kind + "s, expected " +
-                       std::to_string(types.size()));
+void require_rank_4(const Array& array) {
+  if (array.type.rank != 4) {
+    fail("array " + array.name + ": expected rank 4, got " + to_string(array.type));
   }
-  for (size_t position = 0; position < count; ++position) {
-    auto const buffer = buffer_at(position);
-    const ArrayType& type = types[position];
-    if (buffer) {
-      auto const dims = buffer->dimensions();
-      if (buffer->element_type() == type.dtype && dims.size() == static_cast<size_t>(type.rank) &&
-          std::equal(dims.begin(), dims.end(), type.sizes)) {
-        continue;
-      }
-    }
-    return failure(ffi::ErrorCode::kInvalidArgument,
-                   kind + " " + names_of(call, is_result, position) + ": expected " +
-                       to_string(type) + ", got " + (buffer ? type_of(*buffer) : "no buffer"));
-  }
-  return ffi::Error::Success();
+}
+
+void require_alignment(const Array& array, const void* data, int alignment) {
+  if (reinterpret_cast<std::uintptr_t>(data) % alignment == 0) return;
+  fail("array " + array.name + " starts at an address that is not a multiple of " +
+       std::to_string(alignment) + " bytes, which this kernel was compiled for: copy it before " +
+       "the call");
 }
 
 }  // namespace
 
-ffi::Error Buffers::check() const {
-  ffi::Error error = host::check(call_, false, arguments_.size(),
-                                 [&](size_t position) { return operand(position); });
-  if (error.failure()) return error;
-  return host::check(call_, true, results_.size(),
-                     [&](size_t position) { return result(position); });
+Buffers::Buffers(const Call& call, const Kernel& kernel, const ffi::RemainingArgs& arguments,
+                 const ffi::RemainingRets& results)
+    : call_(call), alignment_(kernel.alignment), arguments_(arguments), results_(results) {
+  check(false, arguments.size(), call.operands);
+  check(true, results.size(), call.results);
 }
 
-std::optional<ffi::AnyBuffer> Buffers::operand(size_t position) const {
-  auto buffer = arguments_.get<ffi::AnyBuffer>(position);
-  return buffer.has_value() ? std::optional(*buffer) : std::nullopt;
+void Buffers::check(bool is_result, size_t count, const std::vector<ArrayType>& types) const {
+  const char* const kind = is_result ? "result" : "operand";
+  if (count != types.size()) {
+    fail("the custom call got " + std::to_string(count) + " " + kind + "s, expected " +
+         std::to_string(types.size()));
+  }
+  for (size_t position = 0; position < count; ++position) {
+    auto const buffer = at(is_result, position);
+    const ArrayType& type = types[position];
+    auto const dims = buffer.dimensions();
+    if (buffer.element_type() != type.dtype || dims.size() != static_cast<size_t>(type.rank) ||
+        !std::equal(dims.begin(), dims.end(), type.sizes)) {
+      fail(std::string(kind) + " " + names_of(call_, is_result, position) + ": expected " +
+           to_string(type) + ", got " + type_of(buffer));
+    }
+  }
 }
 
-std::optional<ffi::AnyBuffer> Buffers::result(size_t position) const {
-  auto buffer = results_.get<ffi::AnyBuffer>(position);
-  return buffer.has_value() ? std::optional(**buffer) : std::nullopt;
-}
-
-void Buffers::fail(const std::string& message) {
-  if (error_.success()) error_ = failure(ffi::ErrorCode::kInvalidArgument, message);
-}
-
-const ArrayType* Buffers::type(std::string_view name) const {
-  const Array* const array = call_.find(name);
-  return array == nullptr ? nullptr : &array->type;
+ffi::AnyBuffer Buffers::at(bool is_result, size_t position) const {
+  if (is_result) {
+    auto result = results_.get<ffi::AnyBuffer>(position);
+    if (result.has_value()) return **result;
+  } else {
+    auto operand = arguments_.get<ffi::AnyBuffer>(position);
+    if (operand.has_value()) return *operand;
+  }
+  fail((is_result ? "result " : "operand ") + names_of(call_, is_result, position) +
+       " is no buffer");
 }
 
 const Array* Buffers::at(int place) const {
   return place < 0 ? nullptr : &call_.arrays[static_cast<size_t>(place)];
 }
 
-void* Buffers::data(std::string_view name) {
-  const Array* const array = call_.find(name);
-  return array == nullptr ? nullptr : data(*array);
+void* Buffers::data(const Array& array) const {
+  return at(array.is_result, static_cast<size_t>(array.position)).untyped_data();
 }
 
-void* Buffers::data(const Array& array) {
-  auto const position = static_cast<size_t>(array.position);
-  auto const buffer = array.is_result ? result(position) : operand(position);
-  if (buffer) return buffer->untyped_data();
-  fail("array " + array.name + " has no buffer");
-  return nullptr;
-}
+TensorView Buffers::tensor(std::string_view name) const { return tensor(call_.find(name)); }
 
-bool Buffers::has_rank_4(const Array& array) {
-  if (array.type.rank == 4) return true;
-  fail("array " + array.name + ": expected rank 4, got " + to_string(array.type));
-  return false;
-}
-
-TensorView Buffers::tensor(std::string_view name) { return tensor(call_.find(name)); }
-
-TensorView Buffers::tensor(const Array* array) {
-  if (array == nullptr || !has_rank_4(*array)) return {};
+TensorView Buffers::tensor(const Array* array) const {
+  if (array == nullptr) return {};
+  require_rank_4(*array);
   const ArrayType& type = array->type;
   TensorView view = {};
   view.head_stride = type.sizes[3];
@@ -144,16 +127,10 @@ TensorView Buffers::tensor(const Array* array) {
   return view;
 }
 
-void Buffers::require_alignment(const Array& array, const void* data, int alignment) {
-  if (reinterpret_cast<std::uintptr_t>(data) % alignment == 0) return;
-  fail("array " + array.name + " starts at an address that is not a multiple of " +
-       std::to_string(alignment) + " bytes, which this kernel was compiled for: copy it before " +
-       "the call");
-}
-
-ScoreView Buffers::scores(std::string_view name, int alignment) {
+ScoreView Buffers::scores(std::string_view name, int alignment) const {
   const Array* const array = call_.find(name);
-  if (array == nullptr || !has_rank_4(*array)) return {};
+  if (array == nullptr) return {};
+  require_rank_4(*array);
   const ArrayType& type = array->type;
   void* const start = data(*array);
   require_alignment(*array, start, alignment);
@@ -165,7 +142,7 @@ ScoreView Buffers::scores(std::string_view name, int alignment) {
           broadcast_of(*array, type.sizes[0])};
 }
 
-ArrayView Buffers::captured(const CapturedArray& captured) {
+ArrayView Buffers::captured(const CapturedArray& captured) const {
   const Array* const array = at(captured.array);
   ArrayView view = {};
   view.data = data(*array);

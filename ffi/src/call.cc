@@ -27,18 +27,12 @@ std::vector<std::string> split(std::string_view text) {
   return parts;
 }
 
-// What reading a call has found so far: a checksum of all values, and the first error.
-struct Progress {
-  uint64_t checksum = kEmptyChecksum;
-  std::string error;
-};
-
 // Reads attributes of a dictionary, and adds each to the checksum: its size in bytes, and its
 // bytes.
 class Reader {
  public:
-  Reader(const ffi::Dictionary& attributes, Progress* progress)
-      : attributes_(attributes), progress_(*progress) {}
+  Reader(const ffi::Dictionary& attributes, uint64_t* checksum)
+      : attributes_(attributes), checksum_(*checksum) {}
 
   std::string_view text(std::string_view name) {
     auto const text = get<std::string_view>(name);
@@ -63,9 +57,9 @@ class Reader {
   template <class T, size_t kCount>
   std::array<T, kCount> numbers(std::string_view name) {
     auto const all = numbers<T>(name);
+    if (all.size() != kCount) fail_count(name, all.size(), std::to_string(kCount));
     std::array<T, kCount> result = {};
-    if (all.size() != kCount) fail(name, all.size(), std::to_string(kCount));
-    std::copy_n(all.begin(), std::min(all.size(), kCount), result.begin());
+    std::copy(all.begin(), all.end(), result.begin());
     return result;
   }
 
@@ -73,15 +67,11 @@ class Reader {
   Rows<kColumns> rows(std::string_view name) {
     auto const all = numbers<int64_t>(name);
     if (all.size() % kColumns != 0) {
-      fail(name, all.size(), "rows of " + std::to_string(kColumns));
+      fail_count(name, all.size(), "rows of " + std::to_string(kColumns));
     }
     Rows<kColumns> rows(all.size() / kColumns);
-    for (size_t i = 0; i < rows.size() * kColumns; ++i) rows[i / kColumns][i % kColumns] = all[i];
+    for (size_t i = 0; i < all.size(); ++i) rows[i / kColumns][i % kColumns] = all[i];
     return rows;
-  }
-
-  void fail(const std::string& message) {
-    if (progress_.error.empty()) progress_.error = message;
   }
 
  private:
@@ -89,25 +79,24 @@ class Reader {
   T get(std::string_view name) {
     auto value = attributes_.get<T>(name);
     if (value.has_value()) return *value;
-    fail("the custom call has no attribute " + std::string(name) +
-         " of the expected type: " + value.error().message());
-    return T();
+    fail_malformed("the custom call has no attribute " + std::string(name) +
+                   " of the expected type: " + value.error().message());
   }
 
   void add(const void* data, size_t bytes) {
     uint64_t const size = bytes;
     std::string_view const prefix(reinterpret_cast<const char*>(&size), sizeof(size));
-    uint64_t const before = checksum(prefix, progress_.checksum);
-    progress_.checksum = checksum({static_cast<const char*>(data), bytes}, before);
+    checksum_ = checksum({static_cast<const char*>(data), bytes}, checksum(prefix, checksum_));
   }
 
-  void fail(std::string_view name, size_t count, const std::string& expected) {
-    fail("the attribute " + std::string(name) + " has " + std::to_string(count) +
-         " elements, expected " + expected);
+  [[noreturn]] static void fail_count(std::string_view name, size_t count,
+                                      const std::string& expected) {
+    fail_malformed("the attribute " + std::string(name) + " has " + std::to_string(count) +
+                   " elements, expected " + expected);
   }
 
   const ffi::Dictionary& attributes_;
-  Progress& progress_;
+  uint64_t& checksum_;
 };
 
 Kernel read_kernel(const std::string& arch, Reader reader) {
@@ -122,8 +111,8 @@ Kernel read_kernel(const std::string& arch, Reader reader) {
   kernel.blocks_per_sm = static_cast<int>(numbers[5]);
   auto const names = split(reader.text("entry_names"));
   auto const entries = reader.rows<8>("entries");
-  if (names.size() != entries.size()) reader.fail("a kernel has unnamed entries");
-  for (size_t i = 0; i < std::min(names.size(), entries.size()); ++i) {
+  if (names.size() != entries.size()) fail_malformed("a kernel has unnamed entries");
+  for (size_t i = 0; i < entries.size(); ++i) {
     auto const& row = entries[i];
     Grid const grid = {row[2], static_cast<Grid::Splits>(row[3]), static_cast<int>(row[4]),
                        static_cast<int>(row[5])};
@@ -148,19 +137,19 @@ Kernel read_kernel(const std::string& arch, Reader reader) {
   return kernel;
 }
 
-void read_kernels(const ffi::Dictionary& attributes, Progress* progress, KernelTable* kernels) {
+void read_kernels(const ffi::Dictionary& attributes, uint64_t* checksum, KernelTable* kernels) {
   // The oldest supported headers cannot enumerate a dictionary, so "archs" lists its names.
-  Reader reader(attributes, progress);
+  Reader reader(attributes, checksum);
   for (const std::string& arch : split(reader.text("archs"))) {
     auto const own = attributes.get<ffi::Dictionary>(arch);
-    if (!own.has_value()) return reader.fail("the custom call lacks a kernel that it lists");
-    kernels->add(read_kernel(arch, Reader(*own, progress)));
+    if (!own.has_value()) fail_malformed("the custom call lacks a kernel that it lists");
+    kernels->add(read_kernel(arch, Reader(*own, checksum)));
   }
 }
 
 // Reads the types of buffers: for each the number of its dtype, its rank and its sizes. Products of
 // the sizes of such a type, and so strides and bytes, cannot overflow.
-std::vector<ArrayType> read_types(const std::vector<int64_t>& numbers, std::string* error) {
+std::vector<ArrayType> read_types(const std::vector<int64_t>& numbers) {
   constexpr long long kMostBytes = 1ll << 62;
   std::vector<ArrayType> types;
   for (auto place = numbers.begin(); place != numbers.end();) {
@@ -168,8 +157,7 @@ std::vector<ArrayType> read_types(const std::vector<int64_t>& numbers, std::stri
     size_t const rest = static_cast<size_t>(numbers.end() - place);
     if (rest < 2 || place[1] < 0 || place[1] > ArrayType::kMostDims ||
         rest - 2 < static_cast<size_t>(place[1])) {
-      *error = "a type of a buffer in its attributes is cut off, or has too many dims";
-      return types;
+      fail_malformed("a type of a buffer in its attributes is cut off, or has too many dims");
     }
     type.dtype = static_cast<ffi::DataType>(*place++);
     type.rank = static_cast<int>(*place++);
@@ -181,8 +169,7 @@ std::vector<ArrayType> read_types(const std::vector<int64_t>& numbers, std::stri
       fits = fits && size >= 0 && !__builtin_mul_overflow(bytes, std::max(size, 1ll), &bytes);
     }
     if (!fits || bytes > kMostBytes) {
-      *error = "a buffer " + to_string(type) + " is larger than an address space";
-      return types;
+      fail_malformed("a buffer " + to_string(type) + " is larger than an address space");
     }
     types.push_back(type);
   }
@@ -190,8 +177,7 @@ std::vector<ArrayType> read_types(const std::vector<int64_t>& numbers, std::stri
 }
 
 // The arrays of the call: for each its buffer, its slot there, the number of slots and its divisor.
-void read_arrays(const std::vector<std::string>& names, const Rows<4>& rows, Call* call,
-                 std::string* error) {
+void read_arrays(const std::vector<std::string>& names, const Rows<4>& rows, Call* call) {
   size_t const operands = call->operands.size();
   for (size_t i = 0; i < rows.size(); ++i) {
     auto const [buffer, slot, slots, divisor] = rows[i];
@@ -199,8 +185,7 @@ void read_arrays(const std::vector<std::string>& names, const Rows<4>& rows, Cal
     size_t const position = static_cast<size_t>(buffer) - (is_result ? operands : 0);
     auto const& buffers = is_result ? call->results : call->operands;
     if (names.size() != rows.size() || buffer < 0 || position >= buffers.size()) {
-      *error = "its arrays are not those of its buffers";
-      return;
+      fail_malformed("its arrays are not those of its buffers");
     }
     ArrayType type = buffers[position];
     if (slots > 1) {
@@ -272,16 +257,15 @@ uint64_t checksum(std::string_view bytes, uint64_t sum) {
   return sum;
 }
 
-ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(Direction direction,
-                                                 const ffi::Dictionary& attributes) {
+std::unique_ptr<Call> Call::decode(Direction direction, const ffi::Dictionary& attributes) {
   auto const version = attributes.get<int32_t>("version");
   if (!version.has_value() || *version != kVersion) {
     std::string const got = version.has_value() ? std::to_string(*version) : "none";
-    return ffi::Unexpected(malformed("the custom call has attributes of version " + got +
-                                     ", expected " + std::to_string(kVersion)));
+    fail_malformed("the custom call has attributes of version " + got + ", expected " +
+                   std::to_string(kVersion));
   }
-  Progress progress;
-  Reader reader(attributes, &progress);
+  uint64_t sum = kEmptyChecksum;
+  Reader reader(attributes, &sum);
   auto call = std::make_unique<Call>();
   auto const own = reader.text("direction");
   auto names = split(reader.text("operands"));
@@ -299,18 +283,19 @@ ffi::ErrorOr<std::unique_ptr<Call>> Call::decode(Direction direction,
   call->mask.bottom_right_right = windows[3];
   call->bias_alignment = reader.number<int32_t>("bias_alignment");
   auto const kernels = attributes.get<ffi::Dictionary>("kernels");
-  if (!kernels.has_value()) reader.fail("the custom call has no dictionary as attribute kernels");
-  if (kernels.has_value()) read_kernels(*kernels, &progress, &call->kernels);
-  auto const expected = attributes.get<int64_t>("checksum");
-  if (!expected.has_value() || static_cast<uint64_t>(*expected) != progress.checksum) {
-    reader.fail("the checksum of the attributes and kernels of the custom call does not match");
+  if (!kernels.has_value()) {
+    fail_malformed("the custom call has no dictionary as attribute kernels");
   }
-  if (own != name_of(direction)) reader.fail("the custom call is a " + std::string(own));
-  if (progress.error.empty()) call->operands = read_types(operands, &progress.error);
-  if (progress.error.empty()) call->results = read_types(results, &progress.error);
-  if (progress.error.empty()) read_arrays(names, arrays, call.get(), &progress.error);
-  if (!progress.error.empty()) return ffi::Unexpected(malformed(progress.error));
-  if (ffi::Error loaded = call->kernels.load(); loaded.failure()) return ffi::Unexpected(loaded);
+  read_kernels(*kernels, &sum, &call->kernels);
+  auto const expected = attributes.get<int64_t>("checksum");
+  if (!expected.has_value() || static_cast<uint64_t>(*expected) != sum) {
+    fail_malformed("the checksum of the attributes and kernels of the custom call does not match");
+  }
+  if (own != name_of(direction)) fail_malformed("the custom call is a " + std::string(own));
+  call->operands = read_types(operands);
+  call->results = read_types(results);
+  read_arrays(names, arrays, call.get());
+  call->kernels.load();
   return call;
 }
 

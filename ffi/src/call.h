@@ -55,8 +55,7 @@ struct Call {
   // which decode() reads them. A checksum covers them and the images, so what was damaged or edited
   // is an error. This is integrity and not security: whoever writes a program controls the machine
   // code in it (docs/deployment/export.md).
-  static xla::ffi::ErrorOr<std::unique_ptr<Call>> decode(Direction direction,
-                                                         const xla::ffi::Dictionary& attributes);
+  static std::unique_ptr<Call> decode(Direction direction, const xla::ffi::Dictionary& attributes);
 
   // Null if the call has no array of this name.
   const Array* find(std::string_view name) const;

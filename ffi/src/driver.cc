@@ -24,7 +24,6 @@ bool open(Driver* driver, std::string* error) {
   }
   return find(library, "cuInit", &driver->init, error) &&
          find(library, "cuGetErrorName", &driver->get_error_name, error) &&
-         find(library, "cuDriverGetVersion", &driver->get_version, error) &&
          find(library, "cuDeviceGetCount", &driver->device_count, error) &&
          find(library, "cuDeviceGetAttribute", &driver->device_attribute, error) &&
          find(library, "cuCtxGetDevice", &driver->current_device, error) &&

@@ -12,7 +12,6 @@ namespace memeff::host {
 struct Driver {
   decltype(&cuInit) init;
   decltype(&cuGetErrorName) get_error_name;
-  decltype(&cuDriverGetVersion) get_version;
   decltype(&cuDeviceGetCount) device_count;
   decltype(&cuDeviceGetAttribute) device_attribute;
   decltype(&cuCtxGetDevice) current_device;

@@ -7,6 +7,7 @@
 //                the call into command buffers
 #include "handlers.h"
 
+#include "errors.h"
 #include "launch.h"
 
 namespace memeff::host {
@@ -14,24 +15,36 @@ namespace {
 
 namespace ffi = xla::ffi;
 
+// Runs a stage and returns its failure.
+template <class Stage>
+ffi::Error run(const Stage& stage) {
+  try {
+    stage();
+    return ffi::Error::Success();
+  } catch (const Failure& failure) {
+    return ffi::Error(failure.code, failure.message);
+  }
+}
+
 template <Direction kDirection>
 ffi::ErrorOr<std::unique_ptr<Call>> instantiate(ffi::Dictionary attributes) {
-  return Call::decode(kDirection, attributes);
+  std::unique_ptr<Call> call;
+  ffi::Error error = run([&] { call = Call::decode(kDirection, attributes); });
+  if (error.failure()) return ffi::Unexpected(error);
+  return call;
 }
 
 ffi::Error initialize(Call* call, ffi::Dictionary, ffi::RemainingArgs, ffi::RemainingRets) {
-  auto kernel = call->kernels.resolve();
-  return kernel.has_value() ? ffi::Error::Success() : kernel.error();
+  return run([&] { call->kernels.resolve(); });
 }
 
 template <auto kLaunch>
 ffi::Error execute(CUstream stream, Call* call, ffi::Dictionary, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results) {
-  auto kernel = call->kernels.resolve();
-  if (!kernel.has_value()) return kernel.error();
-  Buffers buffers(*call, *(*kernel)->kernel, arguments, results);
-  if (ffi::Error error = buffers.check(); error.failure()) return error;
-  return kLaunch(*call, **kernel, buffers, stream);
+  return run([&] {
+    const DeviceKernel& kernel = call->kernels.resolve();
+    kLaunch(*call, kernel, Buffers(*call, *kernel.kernel, arguments, results), stream);
+  });
 }
 
 // Bindings. The later stages do not read the attributes, but a binding must name everything that a

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <mutex>
 #include <unordered_map>
-#include <utility>
 
 #include "errors.h"
 
@@ -14,7 +13,7 @@ namespace ffi = xla::ffi;
 
 // Loads code once per process. Hazard: libraries are never unloaded. Executables come and go and
 // share them, and no lock makes it safe to unload a library while another thread launches from it.
-ffi::ErrorOr<CUlibrary> load_library(const Driver& driver, const std::string& code) {
+CUlibrary load_library(const Driver& driver, const std::string& code) {
   static std::mutex mutex;
   static std::unordered_map<std::string, CUlibrary> libraries;
   std::lock_guard<std::mutex> lock(mutex);
@@ -26,9 +25,8 @@ ffi::ErrorOr<CUlibrary> load_library(const Driver& driver, const std::string& co
     const char* advice = result == CUDA_ERROR_UNSUPPORTED_PTX_VERSION
                              ? "; it is PTX of an NVRTC that is newer than the driver"
                              : "";
-    return ffi::Unexpected(
-        failure(ffi::ErrorCode::kInternal,
-                "the driver refused a compiled kernel: " + describe(driver, result) + advice));
+    fail("the driver refused a compiled kernel: " + describe(driver, result) + advice,
+         ffi::ErrorCode::kInternal);
   }
   libraries.emplace(code, library);
   return library;
@@ -38,29 +36,22 @@ ffi::ErrorOr<CUlibrary> load_library(const Driver& driver, const std::string& co
 // wait_for_kernel_before() does nothing, so such kernels must not be launched with it.
 constexpr int kDependentLaunch = 90;
 
-ffi::ErrorOr<int> capability_of(const Driver& driver, CUdevice device) {
-  int major = 0;
-  int minor = 0;
-  CUresult result =
-      driver.device_attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
-  if (result == CUDA_SUCCESS) {
-    result = driver.device_attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
+int attribute_of(const Driver& driver, CUdevice device, CUdevice_attribute attribute,
+                 const char* name) {
+  int value = 0;
+  if (CUresult result = driver.device_attribute(&value, attribute, device);
+      result != CUDA_SUCCESS) {
+    fail(
+        driver, result,
+        std::string("the ") + name + " of device " + std::to_string(device) + " could not be read");
   }
-  if (result != CUDA_SUCCESS) {
-    return ffi::Unexpected(failure(ffi::ErrorCode::kInternal,
-                                   "the compute capability of device " + std::to_string(device) +
-                                       " could not be read: " + describe(driver, result)));
-  }
-  return 10 * major + minor;
+  return value;
 }
 
-ffi::ErrorOr<const Driver*> driver_or_error() {
-  std::string error;
-  const Driver* driver = open_driver(&error);
-  if (driver == nullptr) {
-    return ffi::Unexpected(failure(ffi::ErrorCode::kFailedPrecondition, error));
-  }
-  return driver;
+int capability_of(const Driver& driver, CUdevice device) {
+  constexpr const char* kName = "compute capability";
+  return 10 * attribute_of(driver, device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kName) +
+         attribute_of(driver, device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, kName);
 }
 
 }  // namespace
@@ -74,26 +65,20 @@ long long Grid::size(long long split_count, int multiprocessors) const {
   return std::min(size, std::max(clusters, 1ll) * cluster);
 }
 
-ffi::Error KernelTable::load() {
+void KernelTable::load() {
   std::string without_driver;
   const Driver* driver = open_driver(&without_driver);
   // XLA may compile for a GPU on a machine without one, so this is no error. If the program runs on
   // such a machine, the initialize stage reports the missing driver.
-  if (driver == nullptr) return ffi::Error::Success();
+  if (driver == nullptr) return;
   int devices = 0;
   if (CUresult result = driver->device_count(&devices); result != CUDA_SUCCESS) {
-    return failure(ffi::ErrorCode::kInternal,
-                   "the devices could not be counted: " + describe(*driver, result));
+    fail(*driver, result, "the devices could not be counted");
   }
   for (int device = 0; device < devices; ++device) {
-    auto capability = capability_of(*driver, device);
-    if (!capability.has_value()) return capability.error();
-    if (const Kernel* kernel = find(*capability); kernel != nullptr) {
-      auto library = load_library(*driver, kernel->code);
-      if (!library.has_value()) return library.error();
-    }
+    const Kernel* kernel = find(capability_of(*driver, device));
+    if (kernel != nullptr) load_library(*driver, kernel->code);
   }
-  return ffi::Error::Success();
 }
 
 const Kernel* KernelTable::find(int capability) const {
@@ -109,58 +94,47 @@ const Kernel* KernelTable::find(int capability) const {
   return ptx;
 }
 
-ffi::ErrorOr<const DeviceKernel*> KernelTable::resolve() {
-  auto driver = driver_or_error();
-  if (!driver.has_value()) return ffi::Unexpected(driver.error());
+const DeviceKernel& KernelTable::resolve() {
+  std::string error;
+  const Driver* driver = open_driver(&error);
+  if (driver == nullptr) fail(error, ffi::ErrorCode::kFailedPrecondition);
   CUdevice device = 0;
-  if (CUresult result = (*driver)->current_device(&device); result != CUDA_SUCCESS) {
-    return ffi::Unexpected(
-        failure(ffi::ErrorCode::kInternal,
-                "no device is current on this thread: " + describe(**driver, result)));
+  if (CUresult result = driver->current_device(&device); result != CUDA_SUCCESS) {
+    fail(*driver, result, "no device is current on this thread");
   }
   {
     std::shared_lock<std::shared_mutex> lock(cache_->mutex);
     if (auto found = cache_->devices.find(device); found != cache_->devices.end()) {
-      return &found->second;
+      return found->second;
     }
   }
   std::unique_lock<std::shared_mutex> lock(cache_->mutex);
   if (auto found = cache_->devices.find(device); found != cache_->devices.end()) {
-    return &found->second;
+    return found->second;
   }
-  auto kernel = prepare(**driver, device);
-  if (!kernel.has_value()) return ffi::Unexpected(kernel.error());
-  return &cache_->devices.emplace(device, std::move(*kernel)).first->second;
+  return cache_->devices.emplace(device, prepare(*driver, device)).first->second;
 }
 
-ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice device) const {
-  auto capability = capability_of(driver, device);
-  if (!capability.has_value()) return ffi::Unexpected(capability.error());
+DeviceKernel KernelTable::prepare(const Driver& driver, CUdevice device) const {
+  int const capability = capability_of(driver, device);
   DeviceKernel kernel;
   kernel.driver = &driver;
-  kernel.kernel = find(*capability);
+  kernel.kernel = find(capability);
   if (kernel.kernel == nullptr) {
     std::string archs;
     for (const Kernel& other : kernels_) archs += (archs.empty() ? "" : ", ") + other.arch;
-    return ffi::Unexpected(failure(
-        ffi::ErrorCode::kFailedPrecondition,
-        "this program was compiled for " + archs + " and runs on a device of compute capability " +
-            std::to_string(*capability / 10) + "." + std::to_string(*capability % 10) +
-            "; set JAX_MEMEFF_ARCHS to all architectures it should run on and lower it again"));
+    fail("this program was compiled for " + archs + " and runs on a device of compute capability " +
+             std::to_string(capability / 10) + "." + std::to_string(capability % 10) +
+             "; set JAX_MEMEFF_ARCHS to all architectures it should run on and lower it again",
+         ffi::ErrorCode::kFailedPrecondition);
   }
   kernel.waits = kernel.kernel->capability >= kDependentLaunch;
-  if (CUresult result = driver.device_attribute(&kernel.multiprocessors,
-                                                CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
-      result != CUDA_SUCCESS) {
-    return ffi::Unexpected(failure(ffi::ErrorCode::kInternal,
-                                   "the multiprocessors of device " + std::to_string(device) +
-                                       " could not be counted: " + describe(driver, result)));
-  }
-  auto library = load_library(driver, kernel.kernel->code);
-  if (!library.has_value()) return ffi::Unexpected(library.error());
+  kernel.multiprocessors = attribute_of(driver, device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+                                        "number of multiprocessors");
+  CUlibrary const library = load_library(driver, kernel.kernel->code);
   for (const EntryPoint& entry : kernel.kernel->entry_points) {
     CUkernel function = nullptr;
-    CUresult result = driver.library_kernel(&function, *library, entry.name.c_str());
+    CUresult result = driver.library_kernel(&function, library, entry.name.c_str());
     if (result == CUDA_SUCCESS) {
       result = driver.kernel_set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                            entry.shared_bytes, function, device);
@@ -172,9 +146,8 @@ ffi::ErrorOr<DeviceKernel> KernelTable::prepare(const Driver& driver, CUdevice d
     if (result == CUDA_SUCCESS) result = driver.kernel_function(&loaded, function);
     if (result == CUDA_SUCCESS) result = driver.load_function(loaded);
     if (result != CUDA_SUCCESS) {
-      return ffi::Unexpected(failure(ffi::ErrorCode::kInternal,
-                                     "kernel " + entry.name + " could not be prepared for device " +
-                                         std::to_string(device) + ": " + describe(driver, result)));
+      fail(driver, result,
+           "kernel " + entry.name + " could not be prepared for device " + std::to_string(device));
     }
     kernel.functions.push_back(function);
   }

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "driver.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace memeff::host {
 
@@ -93,10 +92,10 @@ class KernelTable {
   void add(Kernel kernel) { kernels_.push_back(std::move(kernel)); }
 
   // Loads the images that the devices of this machine can run. Without a driver it does nothing.
-  xla::ffi::Error load();
+  void load();
 
   // The kernel for the current device; prepares it on the device's first call. Thread-safe.
-  xla::ffi::ErrorOr<const DeviceKernel*> resolve();
+  const DeviceKernel& resolve();
 
  private:
   struct Cache {
@@ -104,7 +103,7 @@ class KernelTable {
     std::map<CUdevice, DeviceKernel> devices;  // append-only: pointers to entries stay valid
   };
 
-  xla::ffi::ErrorOr<DeviceKernel> prepare(const Driver& driver, CUdevice device) const;
+  DeviceKernel prepare(const Driver& driver, CUdevice device) const;
   // The kernel for this capability, else the PTX of the highest capability below it.
   const Kernel* find(int capability) const;
 

@@ -13,7 +13,7 @@ namespace {
 namespace ffi = xla::ffi;
 
 // Fills the fields of features. The host does not read them back.
-void fill_fields(const Kernel& kernel, Buffers& buffers, void* params) {
+void fill_fields(const Kernel& kernel, const Buffers& buffers, void* params) {
   for (const ParamsField& field : kernel.fields) {
     char* const place = static_cast<char*>(params) + field.offset;
     if (field.array < 0) {
@@ -26,7 +26,7 @@ void fill_fields(const Kernel& kernel, Buffers& buffers, void* params) {
 }
 
 // Zeroes the results and workspaces to which the kernels add.
-ffi::Error fill_zero(const DeviceKernel& kernel, Buffers& buffers, CUstream stream) {
+void fill_zero(const DeviceKernel& kernel, const Buffers& buffers, CUstream stream) {
   for (int place : kernel.kernel->zeroed) {
     const Array& array = *buffers.at(place);
     size_t bytes = ffi::ByteWidth(array.type.dtype);
@@ -34,23 +34,20 @@ ffi::Error fill_zero(const DeviceKernel& kernel, Buffers& buffers, CUstream stre
     CUresult const result = kernel.driver->memset_async(
         reinterpret_cast<CUdeviceptr>(buffers.data(array)), 0, bytes, stream);
     if (result != CUDA_SUCCESS) {
-      return failure(ffi::ErrorCode::kInternal, "array " + array.name + " could not be zeroed: " +
-                                                    describe(*kernel.driver, result));
+      fail(*kernel.driver, result, "array " + array.name + " could not be zeroed");
     }
   }
-  return buffers.error();
 }
 
 // Launches a one-dimensional grid; an empty grid is not launched.
-ffi::Error launch(const DeviceKernel& kernel, size_t index, long long blocks, void** parameters,
-                  CUstream stream) {
-  if (blocks == 0) return ffi::Error::Success();
+void launch(const DeviceKernel& kernel, size_t index, long long blocks, void** parameters,
+            CUstream stream) {
+  if (blocks == 0) return;
   const EntryPoint& entry = kernel.kernel->entry_points[index];
   if (blocks < 0 || blocks > INT_MAX) {
-    return failure(ffi::ErrorCode::kInvalidArgument,
-                   entry.name + " would need " +
-                       (blocks < 0 ? std::string("more than 2^63") : std::to_string(blocks)) +
-                       " blocks and a grid has at most 2147483647: split the batch");
+    fail(entry.name + " would need " +
+         (blocks < 0 ? std::string("more than 2^63") : std::to_string(blocks)) +
+         " blocks and a grid has at most 2147483647: split the batch");
   }
   CUlaunchAttribute dependent = {};
   dependent.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
@@ -65,20 +62,10 @@ ffi::Error launch(const DeviceKernel& kernel, size_t index, long long blocks, vo
   config.numAttrs = kernel.waits ? 1 : 0;
   CUresult const result = kernel.driver->launch(
       &config, reinterpret_cast<CUfunction>(kernel.functions[index]), parameters, nullptr);
-  if (result == CUDA_SUCCESS) return ffi::Error::Success();
-  return failure(ffi::ErrorCode::kInternal,
-                 "launch of " + entry.name + " failed: " + describe(*kernel.driver, result));
+  if (result != CUDA_SUCCESS) fail(*kernel.driver, result, "launch of " + entry.name + " failed");
 }
 
-// The parts of the parameters that all directions have.
-ProblemShape shape_of(const Call& call, Buffers& buffers) {
-  ProblemShape shape = call.shape;
-  shape.query_starts = buffers.start<int>("query_starts");
-  shape.key_starts = buffers.start<int>("key_starts");
-  return shape;
-}
-
-MaskParams mask_of(const Call& call, Buffers& buffers) {
+MaskParams mask_of(const Call& call, const Buffers& buffers) {
   MaskParams mask = call.mask;
   mask.query_lengths = buffers.start<int>("query_lengths");
   mask.key_lengths = buffers.start<int>("key_lengths");
@@ -86,16 +73,14 @@ MaskParams mask_of(const Call& call, Buffers& buffers) {
   mask.key_position = buffers.start<int>("key_position");
   mask.query_segments = buffers.start<int>("query_segments");
   mask.key_segments = buffers.start<int>("key_segments");
-  if (const ArrayType* segments = buffers.type("query_segments");
-      segments != nullptr && segments->rank == 3) {
-    mask.segment_pairs = segments->sizes[1];
-  }
+  const Array* const segments = call.find("query_segments");
+  if (segments != nullptr && segments->type.rank == 3) mask.segment_pairs = segments->type.sizes[1];
   mask.boolean = buffers.scores("boolean");
   return mask;
 }
 
 // Null pointers without an array.
-BlockMask block_mask_of(Buffers& buffers, const Array* array) {
+BlockMask block_mask_of(const Buffers& buffers, const Array* array) {
   if (array == nullptr) return {};
   const ArrayType* const type = &array->type;
   auto const stride = [&](int dim, long long rows) {
@@ -107,31 +92,29 @@ BlockMask block_mask_of(Buffers& buffers, const Array* array) {
 
 // Launches all entry points of a kernel. `params` is the first parameter of each.
 template <class Params>
-ffi::Error launch_all(const DeviceKernel& kernel, Buffers& buffers, long long splits,
-                      WithArrays<Params>& params, CUstream stream) {
-  if (buffers.error().failure()) return buffers.error();
+void launch_all(const DeviceKernel& kernel, const Buffers& buffers, long long splits,
+                WithArrays<Params>& params, CUstream stream) {
   const Kernel& own = *kernel.kernel;
   fill_fields(own, buffers, &params);
   for (size_t i = 0; i < own.captured.size(); ++i) {
     params.table.arrays[i] = buffers.captured(own.captured[i]);
   }
-  if (buffers.error().failure()) return buffers.error();
-  MapTable maps = {};
-  ffi::Error error = encode_maps(kernel, buffers, &maps);
-  if (error.success()) error = fill_zero(kernel, buffers, stream);
-  for (size_t i = 0; i < own.entry_points.size() && error.success(); ++i) {
+  MapTable maps = encode_maps(kernel, buffers);
+  fill_zero(kernel, buffers, stream);
+  for (size_t i = 0; i < own.entry_points.size(); ++i) {
     const EntryPoint& entry = own.entry_points[i];
     params.block_mask = block_mask_of(buffers, buffers.at(entry.block_mask));
-    if (buffers.error().failure()) return buffers.error();
     void* parameters[] = {&params, entry.takes_maps ? &maps : nullptr};
-    error = launch(kernel, i, entry.grid.size(splits, kernel.multiprocessors), parameters, stream);
+    launch(kernel, i, entry.grid.size(splits, kernel.multiprocessors), parameters, stream);
   }
-  return error;
 }
 
-// The parts of the parameters that a forward and a tangent kernel have.
-void fill_forward(const Call& call, Buffers& buffers, ForwardParams* params) {
-  params->shape = shape_of(call, buffers);
+// The parts of the parameters that all directions have.
+template <class Params>
+void fill(const Call& call, const Buffers& buffers, Params* params) {
+  params->shape = call.shape;
+  params->shape.query_starts = buffers.start<int>("query_starts");
+  params->shape.key_starts = buffers.start<int>("key_starts");
   params->scale = call.scale;
   params->mask = mask_of(call, buffers);
   params->bias = buffers.scores("bias", call.bias_alignment);
@@ -140,15 +123,15 @@ void fill_forward(const Call& call, Buffers& buffers, ForwardParams* params) {
   params->value = buffers.tensor("value");
   params->out = buffers.tensor("out");
   params->logsumexp = buffers.start<float>("logsumexp");
-  params->tile_counter = buffers.start<TileCounter>("tile_counter");
 }
 
 }  // namespace
 
-ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
-                          CUstream stream) {
+void launch_forward(const Call& call, const DeviceKernel& kernel, const Buffers& buffers,
+                    CUstream stream) {
   WithArrays<ForwardParams> params = {};
-  fill_forward(call, buffers, &params);
+  fill(call, buffers, &params);
+  params.tile_counter = buffers.start<TileCounter>("tile_counter");
   params.partial_logsumexp = buffers.start<float>("partial_logsumexp");
   params.partial_out = buffers.start<float>("partial_out");
   params.out_sum = buffers.start<float>("out_sum");
@@ -157,38 +140,30 @@ ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers&
   params.key_hi_lo = buffers.start<char>("key_hi_lo");
   params.value_hi_lo = buffers.start<char>("value_hi_lo");
   params.tile_parts = buffers.start<TileParts>("tile_parts");
-  params.keeps_gaps = buffers.has("filled_out");
-  params.marks_empty = buffers.has("marked_query_lengths");
+  params.keeps_gaps = call.find("filled_out") != nullptr;
+  params.marks_empty = call.find("marked_query_lengths") != nullptr;
   if (params.marks_empty) {
     params.mask.query_lengths = buffers.start<int>("marked_query_lengths");
   }
 
-  long long const splits = choose_splits(call, kernel, buffers);
+  long long const splits = choose_splits(call, kernel);
   params.splits = static_cast<int>(splits);
   // The latent forward divides the keys itself, and needs the number of slots.
-  const ArrayType* const slots = buffers.type("partial_out");
-  if (slots != nullptr && buffers.has("tile_parts")) {
-    params.splits = static_cast<int>(std::min(slots->sizes[0], kMostSplits));
+  const Array* const slots = call.find("partial_out");
+  if (slots != nullptr && params.tile_parts != nullptr) {
+    params.splits = static_cast<int>(std::min(slots->type.sizes[0], kMostSplits));
   }
-  return launch_all(kernel, buffers, splits, params, stream);
+  launch_all(kernel, buffers, splits, params, stream);
 }
 
-ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
-                           CUstream stream) {
+void launch_backward(const Call& call, const DeviceKernel& kernel, const Buffers& buffers,
+                     CUstream stream) {
   WithArrays<BackwardParams> params = {};
-  params.shape = shape_of(call, buffers);
-  params.scale = call.scale;
-  params.mask = mask_of(call, buffers);
-  params.bias = buffers.scores("bias", call.bias_alignment);
-  params.query = buffers.tensor("query");
-  params.key = buffers.tensor("key");
-  params.value = buffers.tensor("value");
-  params.out = buffers.tensor("out");
+  fill(call, buffers, &params);
   params.out_gradient = buffers.tensor("out_gradient");
   params.query_gradient = buffers.tensor("query_gradient");
   params.key_gradient = buffers.tensor("key_gradient");
   params.value_gradient = buffers.tensor("value_gradient");
-  params.logsumexp = buffers.start<float>("logsumexp");
   params.logsumexp_gradient = buffers.start<float>("logsumexp_gradient");
   params.row_statistics = buffers.start<float>("row_statistics");
   params.query_gradient_sum = buffers.start<float>("query_gradient_sum");
@@ -205,21 +180,22 @@ ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Buffers
 
   params.query_tiles =
       static_cast<int>(ceil_div(params.shape.query_length, kernel.kernel->tile_query));
-  set_splits(kernel, buffers, params);
+  set_splits(call, kernel, params);
   long long const splits = static_cast<long long>(params.head_splits) * params.row_splits;
-  return launch_all(kernel, buffers, splits, params, stream);
+  launch_all(kernel, buffers, splits, params, stream);
 }
 
-ffi::Error launch_tangent(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
-                          CUstream stream) {
+void launch_tangent(const Call& call, const DeviceKernel& kernel, const Buffers& buffers,
+                    CUstream stream) {
   WithArrays<TangentParams> params = {};
-  fill_forward(call, buffers, &params);
+  fill(call, buffers, &params);
+  params.tile_counter = buffers.start<TileCounter>("tile_counter");
   params.query_tangent = buffers.tensor("query_tangent");
   params.key_tangent = buffers.tensor("key_tangent");
   params.value_tangent = buffers.tensor("value_tangent");
   params.out_tangent = buffers.tensor("out_tangent");
   params.logsumexp_tangent = buffers.start<float>("logsumexp_tangent");
-  return launch_all(kernel, buffers, 1, params, stream);
+  launch_all(kernel, buffers, 1, params, stream);
 }
 
 }  // namespace memeff::host

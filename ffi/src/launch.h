@@ -11,16 +11,16 @@ namespace memeff::host {
 constexpr long long kMostSplits = 1ll << 20;
 
 // The fastest number of splits of the keys of a forward that the workspaces have room for.
-long long choose_splits(const Call& call, const DeviceKernel& kernel, Buffers& buffers);
+long long choose_splits(const Call& call, const DeviceKernel& kernel);
 
 // Sets how many CTAs share a KV block of a backward: schedule/split_q.cuh.
-void set_splits(const DeviceKernel& kernel, Buffers& buffers, BackwardParams& params);
+void set_splits(const Call& call, const DeviceKernel& kernel, BackwardParams& params);
 
-xla::ffi::Error launch_forward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
-                               CUstream stream);
-xla::ffi::Error launch_backward(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
-                                CUstream stream);
-xla::ffi::Error launch_tangent(const Call& call, const DeviceKernel& kernel, Buffers& buffers,
-                               CUstream stream);
+void launch_forward(const Call& call, const DeviceKernel& kernel, const Buffers& buffers,
+                    CUstream stream);
+void launch_backward(const Call& call, const DeviceKernel& kernel, const Buffers& buffers,
+                     CUstream stream);
+void launch_tangent(const Call& call, const DeviceKernel& kernel, const Buffers& buffers,
+                    CUstream stream);
 
 }  // namespace memeff::host

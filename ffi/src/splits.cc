@@ -87,24 +87,24 @@ int most_ctas_per_sm(MaskParams const& mask) {
 
 }  // namespace
 
-long long choose_splits(const Call& call, const DeviceKernel& kernel, Buffers& buffers) {
-  const ArrayType* const partial_out = buffers.type("partial_out");
-  if (partial_out == nullptr || partial_out->rank == 0) return 1;
+long long choose_splits(const Call& call, const DeviceKernel& kernel) {
+  const Array* const partial_out = call.find("partial_out");
+  if (partial_out == nullptr || partial_out->type.rank == 0) return 1;
   long long const blocks = kernel.kernel->entry_points[0].grid.size(1, kernel.multiprocessors);
   if (blocks < 0 || blocks > INT_MAX) return 1;
   return fastest_splits(blocks, ceil_div(call.shape.key_length, kernel.kernel->tile_key),
-                        std::min(partial_out->sizes[0], kMostSplits),
+                        std::min(partial_out->type.sizes[0], kMostSplits),
                         bound_by_products(call.shape, kernel, blocks), kernel);
 }
 
 // The workspace has room for `most`. As many as possible divide query heads, and the others Q
 // blocks, if they fill the device.
-void set_splits(const DeviceKernel& kernel, Buffers& buffers, BackwardParams& params) {
+void set_splits(const Call& call, const DeviceKernel& kernel, BackwardParams& params) {
   params.head_splits = 1;
   params.row_splits = 1;
-  const ArrayType* const sums = buffers.type("key_gradient_sum");
-  if (sums == nullptr || sums->rank != 2) return;
-  long long const most = std::clamp(sums->sizes[0], 1ll, 1ll << 20);
+  const Array* const sums = call.find("key_gradient_sum");
+  if (sums == nullptr || sums->type.rank != 2) return;
+  long long const most = std::clamp(sums->type.sizes[0], 1ll, 1ll << 20);
   // Without query heads the group is 0, and gcd(most, 0) is `most`.
   long long const heads = std::gcd(most, std::max(params.shape.group, 1));
   params.head_splits = static_cast<int>(heads);

@@ -8,8 +8,6 @@
 namespace memeff::host {
 namespace {
 
-namespace ffi = xla::ffi;
-
 constexpr int kElementBytes = 2;  // only kernels of 16-bit elements use TMA
 
 static_assert(sizeof(CUtensorMap) == sizeof(TensorMap));
@@ -40,8 +38,8 @@ MappedArray map_scores(void* data, ArrayType const& type) {
 
 // Encodes one map. The rows of a box are as wide as the swizzle of its tile in shared memory
 // (core/shared_tile.cuh). Elements beyond the array read as zero and are not written.
-ffi::Error encode(const Driver& driver, const MapBox& box, const Array& source,
-                  MappedArray const& array, TensorMap* encoded) {
+TensorMap encode(const Driver& driver, const MapBox& box, const Array& source,
+                 MappedArray const& array) {
   cuuint64_t sizes[4];
   cuuint64_t strides[3];
   std::copy_n(array.sizes, 4, sizes);
@@ -57,28 +55,26 @@ ffi::Error encode(const Driver& driver, const MapBox& box, const Array& source,
       CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    return failure(ffi::ErrorCode::kInternal, "the driver refused the tensor map of " +
-                                                  source.name + ": " + describe(driver, result));
+    fail(driver, result, "the driver refused the tensor map of " + source.name);
   }
-  std::memcpy(encoded, &map, sizeof(map));
-  return ffi::Error::Success();
+  TensorMap encoded;
+  std::memcpy(&encoded, &map, sizeof(map));
+  return encoded;
 }
 
 }  // namespace
 
-ffi::Error encode_maps(const DeviceKernel& kernel, Buffers& buffers, MapTable* maps) {
-  TensorMap* map = maps->maps;
-  for (const MapBox& box : kernel.kernel->maps) {
-    TensorMap* const encoded = map++;
+MapTable encode_maps(const DeviceKernel& kernel, const Buffers& buffers) {
+  MapTable table = {};
+  for (size_t i = 0; i < kernel.kernel->maps.size(); ++i) {
+    const MapBox& box = kernel.kernel->maps[i];
     const Array* const source = buffers.at(box.array);
     if (source == nullptr) continue;
     MappedArray const array = box.is_scores ? map_scores(buffers.data(*source), source->type)
                                             : map_tensor(buffers.tensor(source), source->type);
-    if (buffers.error().failure()) return buffers.error();
-    ffi::Error error = encode(*kernel.driver, box, *source, array, encoded);
-    if (error.failure()) return error;
+    table.maps[i] = encode(*kernel.driver, box, *source, array);
   }
-  return ffi::Error::Success();
+  return table;
 }
 
 }  // namespace memeff::host

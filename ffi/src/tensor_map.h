@@ -13,8 +13,8 @@ struct MapTable {
   TensorMap maps[kMost];
 };
 
-// Encodes the maps of a kernel, in the order of its description, with the addresses of this
-// execution. Maps of arrays that the call does not have are left unchanged.
-xla::ffi::Error encode_maps(const DeviceKernel& kernel, Buffers& buffers, MapTable* maps);
+// The maps of a kernel, in the order of its description, with the addresses of this execution.
+// Those of arrays that the call does not have are zero.
+MapTable encode_maps(const DeviceKernel& kernel, const Buffers& buffers);
 
 }  // namespace memeff::host

@@ -219,7 +219,8 @@ def prepare(
     if (dim := latent_dim(value_dim, value is not None, sizes["H"], names)) is not None:
         arrays["value"] = arrays["key"][..., :dim]
     scores_shape = (sizes["B"], sizes["N"], sizes["T"], sizes["S"])
-    common = canonical(arrays["query"].dtype, sizes["H"], scores_shape, bias, mask, named)
+    dtype, dim = arrays["query"].dtype, sizes["H"]
+    common = canonical(dtype, dim, scores_shape, sizes["K"], bias, mask, named)
     mask = padded(common, scores_shape, named, batched)
     return AttentionCall(Operands(**arrays, mask=mask, **common.arrays), common.options, batched)
 
@@ -326,7 +327,7 @@ def prepare_qkv(
     arrays, sizes, batched = checked(QKV_PACKED, qkv=qkv)
     qkv = arrays["qkv"]
     scores_shape = (sizes["B"], sizes["N"], sizes["T"], sizes["T"])
-    common = canonical(qkv.dtype, sizes["H"], scores_shape, bias, mask, named)
+    common = canonical(qkv.dtype, sizes["H"], scores_shape, sizes["N"], bias, mask, named)
     mask = padded(common, scores_shape, named, batched)
     operands = QkvPackedOperands(qkv, mask=mask, **common.arrays)
     return AttentionCall(operands, common.options, batched)

@@ -110,6 +110,7 @@ def canonical(
     query_dtype: Any,
     head_dim: int,
     scores_shape: tuple[int, int, int, int],
+    key_heads: int,
     bias: Any,
     mask: Any,
     arguments: Mapping[str, Any],
@@ -121,17 +122,19 @@ def canonical(
         query_dtype: the query's.
         head_dim: H.
         scores_shape: (B, N, T, S).
+        key_heads: K.
         bias: the argument of ``dot_product_attention``.
         mask: likewise.
         arguments: all of ``CommonArguments``.
-        tokens: the numbers of query and of key tokens of packed sequences; each has a segment id.
+        tokens: the numbers of query and of key tokens of packed sequences; segment ids and lists
+            of keys belong to tokens.
 
     Raises:
         ValueError, TypeError: as ``dot_product_attention`` says.
     """
     batch, heads = scores_shape[:2]
     scaled, score_function, captured = scaling.canonical(arguments, head_dim, query_dtype)
-    combined = checked_mask(mask, scores_shape, tokens)
+    combined = checked_mask(mask, scores_shape, tokens, key_heads)
     if flag(
         "is_causal",
         arguments["is_causal"],
@@ -203,18 +206,21 @@ def padded_lengths(
 
 
 def checked_mask(
-    value: Any, scores_shape: tuple[int, int, int, int], tokens: tuple[int, int] | None = None
+    value: Any,
+    scores_shape: tuple[int, int, int, int],
+    tokens: tuple[int, int] | None = None,
+    key_heads: int | None = None,
 ) -> Mask:
     """The mask as a ``Mask``, each of its arrays checked against the scores [B, N, T, S].
 
-    Packed sequences have a segment id for each of their ``tokens``.
+    Packed sequences have a segment id and a list of keys for each of their ``tokens``.
     """
     if value is None:
         return Mask()
     require_no_text_or_function(value)
     if not isinstance(value, Mask):
         return Mask.boolean(checks.boolean(value, scores_shape))
-    return checks.checked(value, scores_shape, tokens)
+    return checks.checked(value, scores_shape, tokens, key_heads=key_heads)
 
 
 def require_no_text_or_function(value: Any) -> None:

@@ -48,6 +48,8 @@ def check(
     - query, key and value, and the scales of a float8 pool, must be finite within the lengths
       (beyond them they may hold anything);
     - bias must hold neither NaN nor +inf within the lengths, and sinks must not hold NaN;
+    - the indices of ``Mask.keys`` must be in [-1, S) (the call itself would ignore others), and
+      distinct within a list if ``unique_indices=True``;
     - a query's segment id must be negative, or the id of a key within the lengths of the same batch
       index (the call itself would give 0 for that row).
 
@@ -102,6 +104,7 @@ def check(
     canonical = prepare(**named)
     operands: Operands = canonical.operands
     _sinks(named["sinks"])
+    _key_lists(named["mask"], operands.scores_shape[3])
     in_rows, in_columns = _rows_in_use(operands, "query"), _rows_in_use(operands, "key")
     for name, array, valid in (
         ("query", operands.query, in_rows),
@@ -174,6 +177,27 @@ def _sinks(sinks: Any) -> None:
         )
 
 
+def _key_lists(mask: Any, columns: int) -> None:
+    """Refuse indices of no key but -1, and keys that occur twice in a list of unique ones."""
+    for lists in mask.key_lists if isinstance(mask, Mask) else ():
+        indices = np.asarray(lists.indices)
+        wrong = (indices < -1) | (indices >= columns)
+        if wrong.any():
+            index = tuple(int(i) for i in np.argwhere(wrong)[0])
+            raise ValueError(
+                f"key indices must be in [-1, {columns}), got {indices[index]} at index {index}"
+            )
+        ordered = np.sort(indices, -1)
+        repeated = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        if lists.is_unique and repeated.any():
+            *index, place = (int(i) for i in np.argwhere(repeated)[0])
+            raise ValueError(
+                "key indices must be distinct with unique_indices=True, got "
+                f"{ordered[(*index, place)]} twice in the list at index {tuple(index)}; leave "
+                "unique_indices out"
+            )
+
+
 def _rows_in_use(operands: Operands, side: str) -> np.ndarray:
     """bool[B, T], or bool[1, tokens]: the rows of query or of key that take part."""
     shape = getattr(operands, side).shape[:2]
@@ -236,6 +260,7 @@ def _check_paged(arguments: dict[str, Any]) -> None:
     paged = paged_api.prepare(**arguments)
     operands = paged.call.operands
     _table(operands)
+    _key_lists(arguments["mask"], operands.scores_shape[3])
     sequences: Any = operands.sequences
     starts, counts = (np.asarray(x) for x in (sequences.query_starts, sequences.query_lengths))
     query = np.asarray(operands.query)[0]

@@ -118,7 +118,8 @@ def ring_attention(
             devices in natural order. Its gradient has the same shape.
         mask: A boolean array of any shape that bias may have, or a :class:`jax_memeff.Mask`:
             windows and lengths are global, segment ids ``[B, T]`` and ``[B, S]`` belong to the rows
-            and columns of this device, boolean arrays have the same shapes as bias.
+            and columns of this device, boolean arrays have the same shapes as bias. Lists of keys
+            raise an error.
         axis_name: The mesh axis (or a tuple of axes) that the sequence is sharded over.
         layout: ``"contiguous"``: device r has the r-th part of the sequence. ``"zigzag"``: the
             layout of :func:`jax_memeff.zigzag`, in which a causal mask gives all devices equal
@@ -191,7 +192,8 @@ def ring_attention(
     _no_positions(axis_name, named["offsets"])
     is_array = mask is not None and not isinstance(mask, Mask)
     dtype, array = projections["query"].dtype, mask if is_array else None
-    options, combined, arrays = canonical(dtype, sizes["H"], scores_shape, bias, array, named)
+    dim, key_heads = sizes["H"], sizes["K"]
+    options, combined, arrays = canonical(dtype, dim, scores_shape, key_heads, bias, array, named)
     if not by_heads:
         _chunks_suit(axis_name, layout, rows, columns, options)
     _no_local_arrays(mask)
@@ -331,7 +333,14 @@ def _no_positions(axis_name: AxisName, offsets: Offsets | None) -> None:
 
 
 def _no_local_arrays(mask: Any) -> None:
-    """Refuse arrays of one device under ``|`` or ``~``: other devices have the other elements."""
+    """Refuse lists of keys, and arrays of one device under ``|`` or ``~``: other devices have the
+    other elements.
+    """
+    if isinstance(mask, Mask) and mask.key_lists:
+        raise ValueError(
+            "mask: Mask.keys is not supported in a ring, because the keys of a list are on several "
+            "devices; gather keys and values (jax.lax.all_gather) and call dot_product_attention"
+        )
     pending = list(mask.excluded) if isinstance(mask, Mask) else []
     while pending:
         other = pending.pop()

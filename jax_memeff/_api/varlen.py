@@ -114,7 +114,7 @@ def varlen_attention(
         max_seqlen_k: A Python integer, likewise.
         bias: As in ``dot_product_attention``, but T is ``max_seqlen_q`` and S is ``max_seqlen_k``.
         mask: Likewise, with the same B, T and S; lengths of a ``Mask`` shorten the sequences, and
-            segment ids are ``[total_q]`` and ``[total_k]``.
+            segment ids are ``[total_q]`` and ``[total_k]``, lists of keys ``[total_q, K, n]``.
         return_residual: As in ``dot_product_attention``.
         return_max_logits: Likewise, of each sequence.
         other arguments: Likewise. The rows and columns of ``offsets`` count within every sequence;
@@ -197,7 +197,7 @@ def prepare(
         mask = mask.without_block_masks()
     tokens = (total_q, total_k)
     options, combined, others = canonical(
-        query.dtype, sizes["H"], scores_shape, bias, mask, named, tokens
+        query.dtype, sizes["H"], scores_shape, sizes["K"], bias, mask, named, tokens
     )
     query_starts, query_lengths = starts_and_lengths(jnp.asarray(cu_seqlens_q), longest_q, total_q)
     key_starts, key_lengths = starts_and_lengths(jnp.asarray(cu_seqlens_k), longest_k, total_k)

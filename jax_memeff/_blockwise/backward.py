@@ -19,22 +19,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_memeff._blockwise.lists import problem_of
 from jax_memeff._blockwise.tiles import (
     Index,
     Problem,
     Tile,
-    dot,
+    added,
     has_probabilities,
     scaled,
     select,
     ungrouped,
-    written,
 )
 from jax_memeff._call.divisors import gradient_shape, summed
 from jax_memeff._call.functions import needs_delta_from_scores
 from jax_memeff._call.gradients import Gradients, NeedsGrad
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.mask.tiles import slice_axis, slice_tile
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 
@@ -73,7 +72,7 @@ def backward(
         Gradients in the operands' own dtypes and in the shapes of ``attention_bwd``'s results. The
         gradients of a broadcast bias and of captured arrays are summed tile by tile.
     """
-    problem = Problem.of(operands, options)
+    problem = problem_of(operands, options)
     bias = operands.bias
     needs_bias_grad = needs_grad.bias and bias is not None
     # A bias of one column adds a constant to each row of scores. That changes no probability and
@@ -92,7 +91,7 @@ def backward(
     row_is_live = live_rows(operands.mask, lse)
     if dlse is not None:
         dlse = jnp.where(row_is_live, dlse, 0)
-    is_empty = 0 in (*operands.query.shape[:3], operands.key.shape[1])
+    is_empty = 0 in (*operands.query.shape[:3], problem.cols.length)
     if not is_empty and jax.tree.leaves(sums):
         sums = _backward_loops(problem, sums, row_is_live, out, lse, dout, dlse)
 
@@ -139,7 +138,7 @@ def _backward_loops(
     needed = tuple(x is not None for x in sums.captured)
     # An output of 16 bits has fewer digits than the products of a tile with whole rows.
     is_rounded = problem.operands.query.dtype != problem.accumulator
-    is_in_tile = problem.is_one_tile and problem.options.has_whole_rows and is_rounded
+    is_in_tile = problem.has_rows_in_tile and problem.options.has_whole_rows and is_rounded
     is_first_loop = not is_in_tile and needs_delta_from_scores(
         problem.operands, problem.options, needed
     )
@@ -161,7 +160,7 @@ def _backward_loops(
             return tile, jnp.exp(tile.scores - lse_tile)
 
         def kept_gradient(tile: Tile, col: Index) -> jax.Array:
-            dprobabilities = dot("bkgth,bksh->bkgts", dout_tile, problem.value_tile(row, col))
+            dprobabilities = problem.products(dout_tile, problem.value_tile(row, col))
             return scaled(select(tile.keep, dprobabilities), kept_scale)
 
         def add_to_row_term(index: Index, row_term: jax.Array) -> jax.Array:
@@ -180,7 +179,7 @@ def _backward_loops(
             dvalue = sums.value
             if dvalue is not None:
                 kept = scaled(select(tile.keep, probabilities), kept_scale)
-                dvalue = _added(dvalue, dot("bkgts,bkgth->bksh", kept, dout_tile), (2, col))
+                dvalue = problem.added_by_key(dvalue, kept, dout_tile, row, col)
             if not needs_scores_grad:
                 return sums._replace(value=dvalue)
             dprobabilities, delta = kept_gradient(tile, col), row_term_tile
@@ -189,17 +188,14 @@ def _backward_loops(
             dscores = probabilities * (dprobabilities - delta)
             dbias = sums.bias
             if dbias is not None:
-                flat = dscores.reshape(dscores.shape[0], -1, rows.size, cols.size)
-                part = slice_tile(dbias, (row, col), (rows.size, cols.size))
-                part = part + summed(flat, part.shape).astype(dbias.dtype)
-                dbias = written(dbias, part, (2, row), (3, col))
+                dbias = problem.added_to_bias(dbias, dscores, row, col)
             dscores, dcaptured = tile.pull(dscores, captured)
             dscores = scaled(dscores, problem.options.scaling.scale)
             dquery, dkey = sums.query, sums.key
             if dquery is not None:
-                dquery = dquery + dot("bkgts,bksh->bkgth", dscores, key)
+                dquery = dquery + problem.weighted(dscores, key)
             if dkey is not None:
-                dkey = _added(dkey, dot("bkgts,bkgth->bksh", dscores, query), (2, col))
+                dkey = problem.added_by_key(dkey, dscores, query, row, col)
             summed_captured = (
                 None if x is None else x + dcaptured[index] for index, x in enumerate(sums.captured)
             )
@@ -208,17 +204,10 @@ def _backward_loops(
         dquery = None if sums.query is None else problem.zeros(*query.shape)
         block = problem.each_key_block(row, key_block, sums._replace(query=dquery))
         if sums.query is not None and block.query is not None:
-            block = block._replace(query=_added(sums.query, block.query, (3, row)))
+            block = block._replace(query=added(sums.query, block.query, (3, row)))
         return block
 
     return rows.each(query_block, sums)
-
-
-def _added(x: jax.Array, tile: jax.Array, start: tuple[int, Index]) -> jax.Array:
-    """``x`` plus a tile that starts at ``(axis, start)``."""
-    axis, first = start
-    part = slice_axis(x, first, tile.shape[axis], axis)
-    return written(x, part + tile, start)
 
 
 def _row_arrays(
@@ -249,17 +238,12 @@ def _row_arrays(
 
 
 def _bias_sums(problem: Problem) -> jax.Array | None:
-    """Zeros to which the gradient of the bias is added.
-
-    If the bias is not broadcast over T, a single tile writes each element, so accumulating in the
-    bias's own dtype is exact: overlapping tiles only add zeros.
-    """
+    """Zeros to which the gradient of the bias is added."""
     bias = problem.operands.bias
     if bias is None:
         return None
-    dtype = problem.accumulator if bias.shape[2] == 1 else bias.dtype
     shape = gradient_shape("bias", bias.shape, problem.operands, problem.options.divisors)
-    return problem.zeros(*shape).astype(dtype)
+    return problem.zeros(*shape).astype(problem.bias_accumulator)
 
 
 def _captured_sums(problem: Problem, needs_grad: NeedsGrad) -> tuple[jax.Array | None, ...]:

@@ -15,6 +15,7 @@ scanned inputs, not slices of a captured array, so that each cotangent block is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,8 @@ from jax import lax
 
 from jax_memeff._blockwise import packed as blockwise_packed
 from jax_memeff._blockwise.backward import live_rows, rows_within_lengths
-from jax_memeff._blockwise.tiles import Blocks, Problem, dot, grouped, select, ungrouped, when
+from jax_memeff._blockwise.lists import problem_of
+from jax_memeff._blockwise.tiles import Blocks, Problem, grouped, select, ungrouped, when
 from jax_memeff._call import sinks
 from jax_memeff._call.divisors import (
     as_gradient,
@@ -115,7 +117,8 @@ def _sums_of(
         if isinstance(call, QkvPackedOperands):
             call = call.separate()
         fixed = jnp.where(live_rows(operands.mask, lse), lse, jnp.inf)
-        if 0 in (*call.scores_shape, call.query.shape[1], call.key.shape[1]):
+        sizes = *call.scores_shape, call.query.shape[1], call.key.shape[1]
+        if 0 in (*sizes, *(lists.indices.shape[3] for lists in call.mask.key_lists)):
             total, weighted = _zeros(call, lse)
         elif call.sequences is None:
             total, weighted = _row_sums(call, options, fixed)
@@ -138,7 +141,9 @@ def _zeros(operands: Operands, lse: jax.Array) -> Sums:
 
 def _row_sums(operands: Operands, options: Options, lse: jax.Array) -> Sums:
     """z, [B, T, N], and w, [B, T, N, Hv]."""
-    problem = Problem.of(operands, options)
+    problem = problem_of(operands, options)
+    if operands.mask.key_lists:
+        return _row_sums_of_lists(problem, lse)
     rows, cols = problem.rows, problem.cols
 
     def widened(x: jax.Array) -> jax.Array:
@@ -155,10 +160,11 @@ def _row_sums(operands: Operands, options: Options, lse: jax.Array) -> Sums:
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def tile_sums(query, row_lse, key, value, tile_bias, row, col, first_col, possible) -> Sums:
         def add(_: Sums) -> Sums:
-            tile = problem.tile(query, key, tile_bias, row, col, None, first_col)
+            own_bias = None if tile_bias is None else problem.per_head(tile_bias)
+            tile = problem.tile(query, key, own_bias, row, col, None, first_col)
             probabilities = jnp.exp(tile.scores - row_lse)
             kept = select(tile.keep, probabilities) * problem.options.kept_scale
-            return jnp.sum(probabilities, -1), dot("bkgts,bksh->bkgth", kept, value)
+            return jnp.sum(probabilities, -1), problem.weighted(kept, value)
 
         return when(possible, add, _no_sums(problem))
 
@@ -181,6 +187,43 @@ def _row_sums(operands: Operands, options: Options, lse: jax.Array) -> Sums:
 
     blocks = rows.indices, queries, _full_blocks(bias, rows, 2)
     _, (total, weighted) = lax.scan(row_block, None, blocks)
+    total, weighted = (_joined(x, rows, 3) for x in (total[..., None], weighted))
+    return ungrouped(total)[..., 0], ungrouped(weighted)
+
+
+def _row_sums_of_lists(problem: Problem, lse: jax.Array) -> Sums:
+    """Like :func:`_row_sums`, for lists of keys, whose tiles have whole rows.
+
+    JAX transposes the gathers of a tile: a derivative in reverse mode adds an array of the size of
+    the keys for each tile.
+    """
+    operands = problem.operands
+    wide = {"key": operands.key, "value": operands.value, "bias": operands.bias}
+    wide = {name: x.astype(problem.accumulator) for name, x in wide.items() if x is not None}
+    problem = dataclasses.replace(problem, operands=operands._replace(**wide))
+    rows = problem.rows
+    queries = (
+        _blocks(problem.whole_query().astype(problem.accumulator), rows, 3),
+        _blocks(grouped(lse[..., None], operands.key.shape[2]), rows, 3),
+    )
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def row_block(_: Any, block: Any) -> tuple[None, Sums]:
+        index, (query, row_lse) = block
+        row, _ = rows.start(index)
+
+        def sums(_: Sums) -> Sums:
+            key, bias = problem.key_tile(row, 0), problem.bias_tile(row, 0)
+            tile = problem.tile(query, key, bias, row, 0, None, 0)
+            probabilities = jnp.exp(tile.scores - row_lse)
+            kept = select(tile.keep, probabilities) * problem.options.kept_scale
+            return jnp.sum(probabilities, -1), problem.weighted(kept, problem.value_tile(row, 0))
+
+        possible = problem.may_attend(row)
+        possible = None if possible is None else possible[0]
+        return None, when(possible, sums, _no_sums(problem))
+
+    _, (total, weighted) = lax.scan(row_block, None, (rows.indices, queries))
     total, weighted = (_joined(x, rows, 3) for x in (total[..., None], weighted))
     return ungrouped(total)[..., 0], ungrouped(weighted)
 

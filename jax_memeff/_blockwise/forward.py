@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_memeff._blockwise.backward import backward
+from jax_memeff._blockwise.lists import problem_of
 from jax_memeff._blockwise.pages import Pools
-from jax_memeff._blockwise.tiles import Index, Problem, Tile, dot, select, ungrouped, written
+from jax_memeff._blockwise.tiles import Index, Problem, Tile, select, ungrouped, written
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 
@@ -42,8 +43,8 @@ def forward(
     """
     batch, length, heads, _ = operands.query.shape
     value_dim = operands.value_dim
-    problem = Problem.of(operands, options, pools)
-    if 0 in (batch, length, heads, operands.columns):
+    problem = problem_of(operands, options, pools)
+    if 0 in (batch, length, heads, problem.cols.length):
         out = problem.zeros(batch, length, heads, value_dim).astype(dtype or operands.query.dtype)
         nothing = problem.zeros(batch, length, heads) - jnp.inf
         return (out, nothing, nothing) if options.row_maxima else (out, nothing)
@@ -59,7 +60,7 @@ def forward(
             col, first_col = cols.start(index)
             key, bias = problem.key_tile(row, col), problem.bias_tile(row, col)
             tile = problem.tile(query, key, bias, row, col, None, first_col)
-            return _online_softmax(state, tile, problem.value_tile(row, col))
+            return _online_softmax(problem, state, tile, problem.value_tile(row, col))
 
         # A single tile starts from nothing, so that XLA fuses its softmax with the products.
         state = (
@@ -89,7 +90,7 @@ def forward(
     return rows.each(query_block, (out, *of_rows))
 
 
-def _online_softmax(state: State | None, tile: Tile, value: jax.Array) -> State:
+def _online_softmax(problem: Problem, state: State | None, tile: Tile, value: jax.Array) -> State:
     """Add one tile to the running maximum, sum of exponentials and weighted values of each row.
 
     A state of None is that of no tile.
@@ -103,7 +104,7 @@ def _online_softmax(state: State | None, tile: Tile, value: jax.Array) -> State:
     subtracted = jnp.maximum(new_maximum, jnp.finfo(scores.dtype).min)
     probabilities = jnp.exp(scores - subtracted[..., None])
     new_total = jnp.sum(probabilities, -1)
-    new_weighted = dot("bkgts,bksh->bkgth", select(tile.keep, probabilities), value)
+    new_weighted = problem.weighted(select(tile.keep, probabilities), value)
     if state is None:
         return new_maximum, new_total, new_weighted
     maximum, total, weighted = state

@@ -230,6 +230,10 @@ def sequence_of(
                 for query_ids, key_ids in mask.segment_ids
             ),
             booleans=tuple(map(of_scores, mask.booleans)),
+            key_lists=tuple(
+                dataclasses.replace(lists, indices=jnp.swapaxes(_take(lists.indices, rows), 1, 2))
+                for lists in mask.key_lists
+            ),
             traced_windows=jax.tree.map(lambda x: x[index] if x.ndim else x, mask.traced_windows),
         ),
         position=jax.tree.map(lambda x: x[index] if x.ndim else x, operands.position),

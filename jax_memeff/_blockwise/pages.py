@@ -42,12 +42,12 @@ class Pools(NamedTuple):
 
 
 def key_tile(operands: Operands, pools: Pools, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The keys in the given rows of the pool, [1, K, keys, H].
+    """The keys in the given rows of the pool, [1, K, keys, H]; or [1, K, rows, n, H] for lists.
 
     Args:
         operands: a call with one sequence.
         pools: its pools.
-        rows: int32[keys], from :func:`needed_rows`.
+        rows: int32[keys], from :func:`needed_rows`; or int32[1|K, rows, n], for each key head.
         dtype: the dtype of the result, in which scales are applied.
     """
     pages = operands.pages
@@ -56,7 +56,7 @@ def key_tile(operands: Operands, pools: Pools, rows: jax.Array, dtype: jnp.dtype
 
 
 def value_tile(operands: Operands, pools: Pools, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The values in the given rows of the pool, [1, K, keys, Hv]."""
+    """The values in the given rows of the pool, [1, K, keys, Hv]; or [1, K, rows, n, Hv]."""
     pages = operands.pages
     assert pages is not None
     scale = pages.value_scale if pages.latent_dim is None else pages.key_scale
@@ -112,6 +112,8 @@ def _tile(
     assert pages is not None
     # Part of the loop's body: XLA for CPUs would otherwise widen the whole pool before the loop.
     pool, rows = lax.optimization_barrier((pool, rows))
+    if rows.ndim == 3:
+        return _listed_tile(operands, pool, dim, scale, rows, dtype)
     tile = jnp.take(pool, rows, 0, mode="fill", fill_value=0).astype(dtype)
     tile = tile.reshape(1, rows.shape[0], operands.key.shape[2], dim)
     if scale is not None:
@@ -120,3 +122,29 @@ def _tile(
         # A scale for the whole pool may be inf or NaN, and 0 times that is NaN.
         tile = jnp.where((rows < pool_rows)[:, None, None], tile, 0)
     return tile.transpose(0, 2, 1, 3)
+
+
+def _listed_tile(
+    operands: Operands,
+    pool: jax.Array,
+    dim: int,
+    scale: jax.Array | None,
+    rows: jax.Array,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """:func:`_tile` for rows of the pool of each key head, int32[1|K, rows, n]."""
+    pages, pool_rows, heads = operands.pages, pool.shape[0], operands.key.shape[2]
+    assert pages is not None
+    head = jnp.arange(heads, dtype=jnp.int32).reshape(-1, 1, 1)
+    if rows.shape[0] == 1:
+        tile = jnp.take(pool, rows[0], 0, mode="fill", fill_value=0)
+        tile = jnp.moveaxis(tile.reshape(*rows.shape[1:], heads, dim), 2, 0)
+    else:
+        own = pool.reshape(pool_rows, heads, dim)
+        tile = own.at[rows, head].get(mode="fill", fill_value=0)
+    tile = tile.astype(dtype)
+    if scale is not None:
+        page = rows // pages.page_size if scale.shape[1] != 1 else jnp.zeros_like(rows)
+        factor = scale.at[0, page, head, 0].get(mode="fill", fill_value=0).astype(dtype)
+        tile = jnp.where((rows < pool_rows)[..., None], tile * factor[..., None], 0)
+    return tile[None]

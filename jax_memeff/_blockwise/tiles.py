@@ -19,7 +19,7 @@ from jax_memeff._blockwise import functions, pages
 from jax_memeff._blockwise.functions import Coordinates
 from jax_memeff._blockwise.pages import Pools
 from jax_memeff._call import dropout
-from jax_memeff._call.divisors import as_gradient, broadcastable, expanded, of_booleans
+from jax_memeff._call.divisors import as_gradient, broadcastable, expanded, of_booleans, summed
 from jax_memeff._call.gradients import captured_name
 from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_axis, slice_tile
@@ -182,12 +182,13 @@ class Problem:
         return rows.transpose(0, 2, 1, 3)
 
     def bias_tile(self, row: Index, col: Index) -> jax.Array | None:
-        """The bias of one tile, [b, n, rows or 1, cols or 1]."""
+        """The bias of one tile, [b, k, g, rows or 1, cols or 1]."""
         bias = self.operands.bias
         if bias is None:
             return None
         tile = slice_tile(bias, (row, col), (self.rows.size, self.cols.size))
-        return broadcastable(tile, self.options.divisors["bias"], self.group_shape[0])
+        tile = broadcastable(tile, self.options.divisors["bias"], self.group_shape[0])
+        return self.per_head(tile)
 
     def per_head(self, tile: jax.Array) -> jax.Array:
         """[b, n, rows, cols] to [b, K or 1, G or 1, rows, cols]."""
@@ -206,10 +207,51 @@ class Problem:
 
         return jax.vmap(one)(self.cols.start(self.cols.indices)[0])
 
+    def products(self, rows: jax.Array, keys: jax.Array) -> jax.Array:
+        """The product of each row [B, K, G, rows, .] with each key or value [B, K, cols, .]."""
+        return dot("bkgth,bksh->bkgts", rows, keys)
+
+    def weighted(self, weights: jax.Array, keys: jax.Array) -> jax.Array:
+        """Sums [B, K, G, rows, .] of keys or values, with weights [B, K, G, rows, cols]."""
+        return dot("bkgts,bksh->bkgth", weights, keys)
+
+    def added_by_key(
+        self, sums: jax.Array, weights: jax.Array, rows: jax.Array, row: Index, col: Index
+    ) -> jax.Array:
+        """``sums``, [B, K, S, .], plus the sums of rows with these weights, for a tile's keys."""
+        return added(sums, dot("bkgts,bkgth->bksh", weights, rows), (2, col))
+
+    def added_to_bias(
+        self, sums: jax.Array, dscores: jax.Array, row: Index, col: Index
+    ) -> jax.Array:
+        """The gradient of the bias plus that of a tile of scores, [B, K, G, rows, cols]."""
+        sizes = self.rows.size, self.cols.size
+        flat = dscores.reshape(dscores.shape[0], -1, *sizes)
+        part = slice_tile(sums, (row, col), sizes)
+        part = part + summed(flat, part.shape).astype(sums.dtype)
+        return written(sums, part, (2, row), (3, col))
+
+    @property
+    def bias_accumulator(self) -> jnp.dtype:
+        """The dtype in which the gradient of the bias is summed.
+
+        If the bias is not broadcast over T, a single tile writes each element, so its own dtype is
+        exact: overlapping tiles only add zeros.
+        """
+        bias = self.operands.bias
+        if bias is None or bias.shape[2] == 1:
+            return self.accumulator
+        return bias.dtype
+
     @property
     def is_one_tile(self) -> bool:
         """Whether the blocks are so large that there is one of each."""
         return self.rows.count == self.cols.count == 1
+
+    @property
+    def has_rows_in_tile(self) -> bool:
+        """Whether a backward takes sums over rows of scores from single tiles."""
+        return self.is_one_tile
 
     def each_key_block(self, row: Index, body: Callable[[Index, Any], Any], state: Any) -> Any:
         """``state = body(index of the block, state)`` for KV blocks in ascending order.
@@ -239,7 +281,7 @@ class Problem:
 
         Args:
             query: [B, K, G, rows, H].
-            key: [B, K, cols, H].
+            key: the result of :meth:`key_tile`.
             bias: the result of :meth:`bias_tile`.
             row, col: the first element of the tile.
             first_row, first_col: another tile counts the elements before these, so they are invalid
@@ -250,7 +292,7 @@ class Problem:
             bias = bias.astype(self.accumulator)
         coordinates = self._coordinates(row, col)
         valid = self._valid(bias, coordinates, row, col, first_row, first_col)
-        products = scaled(dot("bkgth,bksh->bkgts", query, key), options.scaling.scale)
+        products = scaled(self.products(query, key), options.scaling.scale)
         scores, slope = options.scaling.capped(products)
         function = None
         if coordinates is not None and options.score_function is not None:
@@ -258,7 +300,7 @@ class Problem:
             before = scores
             scores, valid = function(scores, {})
         if bias is not None:
-            scores = scores + self.per_head(bias)
+            scores = scores + bias
         if valid is not None:
             scores = jnp.where(valid, scores, -jnp.inf)
 
@@ -269,8 +311,13 @@ class Problem:
                 dscores, gradients = transpose(dscores)
             return dscores if slope is None else dscores * slope, gradients
 
-        kept = dropout.kept(self.operands, options, row, col, (self.rows.size, self.cols.size))
-        return Tile(scores, pull, None if kept is None else self.per_head(kept))
+        return Tile(scores, pull, self._kept(row, col))
+
+    def _kept(self, row: Index, col: Index) -> jax.Array | None:
+        """Whether dropout keeps each element of a tile; None if it keeps all."""
+        shape = self.rows.size, self.cols.size
+        kept = dropout.kept(self.operands, self.options, row, col, shape)
+        return None if kept is None else self.per_head(kept)
 
     def _valid(
         self,
@@ -303,10 +350,16 @@ class Problem:
         if self.rows.overlap and first_row is not None:
             rows = (row + lax.iota(jnp.int32, shape[0]))[None, None, :, None]
             valid = _and(valid, rows >= first_row)
+        valid = None if valid is None else self.per_head(valid)
+        return self._valid_by_values(valid, bias, coordinates)
+
+    def _valid_by_values(
+        self, valid: jax.Array | None, bias: jax.Array | None, coordinates: Coordinates | None
+    ) -> jax.Array | None:
+        """``valid`` without the elements that the bias or the user's mask functions mask."""
+        operands, divisors, batch = self.operands, self.options.divisors, self.group_shape[0]
         if bias is not None:
             valid = _and(valid, jnp.logical_not(functions.is_masked(bias)))
-        if valid is not None:
-            valid = self.per_head(valid)
         if coordinates is None:
             return valid
         for program in operands.mask.functions:
@@ -319,23 +372,26 @@ class Problem:
 
     def _coordinates(self, row: Index, col: Index) -> Coordinates | None:
         """The user's indices of the elements of a tile; None if no function reads them."""
-        state, position = self.operands.functions, self.operands.position
+        state = self.operands.functions
         if state is None:
             return None
-        rows, cols = (
-            (start + lax.iota(jnp.int32, size)).reshape(shape)
-            for start, size, shape in (
-                (row, self.rows.size, (1, 1, 1, -1, 1)),
-                (col, self.cols.size, (1, 1, 1, 1, -1)),
-            )
-        )
-        if position is not None:
-            rows, cols = (
-                local + first.reshape(-1, 1, 1, 1, 1)
-                for local, first in zip((rows, cols), position, strict=True)
-            )
         heads = state.head_index.reshape(1, self.operands.key.shape[2], -1, 1, 1)
-        return Coordinates(state.batch_index[:, None, None, None, None], heads, rows, cols)
+        batch = state.batch_index[:, None, None, None, None]
+        return Coordinates(batch, heads, *self.positions(row, col))
+
+    def positions(self, row: Index, col: Index) -> tuple[jax.Array, jax.Array]:
+        """The global rows and columns of a tile, [1|B, 1, 1, rows, 1] and [1|B, 1, 1, 1, cols]."""
+        return self._global(
+            (row + lax.iota(jnp.int32, self.rows.size)).reshape(1, 1, 1, -1, 1),
+            (col + lax.iota(jnp.int32, self.cols.size)).reshape(1, 1, 1, 1, -1),
+        )
+
+    def _global(self, rows: jax.Array, cols: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The global indices of local rows and columns, of rank 5."""
+        if self.operands.position is None:
+            return rows, cols
+        first, second = (x.reshape(-1, 1, 1, 1, 1) for x in self.operands.position)
+        return rows + first, cols + second
 
     def _function(
         self,
@@ -437,6 +493,13 @@ def write_block(
 ) -> jax.Array | None:
     """Like :func:`written`; None stays None."""
     return None if x is None or tile is None else written(x, tile, *starts)
+
+
+def added(x: jax.Array, tile: jax.Array, start: tuple[int, Index]) -> jax.Array:
+    """``x`` plus a tile that starts at ``(axis, start)``."""
+    axis, first = start
+    part = slice_axis(x, first, tile.shape[axis], axis)
+    return written(x, part + tile, start)
 
 
 def written(x: jax.Array, tile: jax.Array, *starts: tuple[int, Index]) -> jax.Array:

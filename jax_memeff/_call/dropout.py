@@ -268,6 +268,47 @@ def kept(
     return jax.vmap(one)(state.key_words, state.batch_base, *starts)
 
 
+def kept_at(
+    operands: Operands, options: Options, row: jax.Array, col: jax.Array
+) -> jax.Array | None:
+    """Whether each element is kept, with the generator run once for each; None without dropout.
+
+    Args:
+        operands: those of the call.
+        options: those of the call.
+        row, col: int32, global rows and columns, not negative; they broadcast to
+            [B, K, N / K, rows, n].
+
+    Returns:
+        bool[B, K, N / K, rows, n]
+    """
+    state = operands.dropout
+    if not options.dropout_threshold or state is None:
+        return None
+    row, col = (x.astype(jnp.uint32) for x in (row, col))
+    heads = state.head_index.reshape(1, operands.key.shape[2], -1, 1, 1)
+    words = philox4x32_7(
+        (
+            (row >> 4) << 2 | (row >> 1) & 3,
+            (col >> 4) << 2 | (col >> 1) & 3,
+            state.batch_base.reshape(-1, 1, 1, 1, 1) + heads,
+            jnp.uint32(0),
+        ),
+        (
+            state.key_words[:, 0].reshape(-1, 1, 1, 1, 1),
+            state.key_words[:, 1].reshape(-1, 1, 1, 1, 1),
+        ),
+    )
+    is_odd_row, is_odd_col = row & 1 == 1, col & 1 == 1
+    word = jnp.where(
+        is_odd_row,
+        jnp.where(is_odd_col, words[3], words[2]),
+        jnp.where(is_odd_col, words[1], words[0]),
+    )
+    byte = 2 * ((row >> 3) & 1) + ((col >> 3) & 1)
+    return (word >> 8 * byte & 0xFF) >= options.dropout_threshold
+
+
 def _require_key(value: Any) -> None:
     """Raise unless the value is a single typed or legacy JAX random key.
 

@@ -158,11 +158,11 @@ class Pages:
         ``pool_rows``, an invalid index.
 
         Args:
-            columns: int32[n], less than ``longest_key``.
+            columns: int32[...], from 0 to less than ``longest_key``.
             pool_rows: pages * page_size.
 
         Returns:
-            int32[B, n]
+            int32[B, ...]
 
         >>> pages = Pages(jnp.array([[3, 0, 9]]), None, None, page_size=2)
         >>> pages.rows(jnp.arange(6), pool_rows=8).tolist()
@@ -173,4 +173,4 @@ class Pages:
         # The page is selected before the multiplication, which could overflow.
         first = jnp.where(is_valid, page, 0) * self.page_size
         place = lax.rem(columns, jnp.int32(self.page_size))
-        return jnp.where(is_valid, first + place[None, :], pool_rows)
+        return jnp.where(is_valid, first + place[None], pool_rows)

@@ -3,8 +3,8 @@
 The folded call has ``size * B`` batch indices. The dims of an operand in the table
 ``_call/operands.py`` decide how it is folded:
 
-- an operand with a divisor (key, value, bias, boolean mask) is not copied if it is not mapped:
-  batch index b reads index ``(b // divisor) % indices`` of it
+- an operand with a divisor (key, value, bias, boolean mask, lists of keys) is not copied if it is
+  not mapped: batch index b reads index ``(b // divisor) % indices`` of it
   (:class:`jax_memeff._call.options.Divisors`);
 - other operands with a batch are repeated: the query, because the output is as large anyway;
   lengths, segment ids, mapped positions and the keys of random bits, because they are small. Each

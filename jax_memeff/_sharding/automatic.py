@@ -294,8 +294,7 @@ class _ShardedCall(NamedTuple):
         key_heads = heads_of(self.operands)[1] // axes.devices(layout.key_heads)
 
         def own(x: jax.Array, dims: str) -> jax.Array:
-            joined = batch.joined(x, dims)
-            return take_own_key_heads(joined, layout) if "key_heads" in dims.split() else joined
+            return take_own_key_heads(batch.joined(x, dims), dims.split(), layout)
 
         def result(x: jax.Array, dims: str) -> jax.Array:
             whole = x

@@ -14,6 +14,7 @@ The local arrays of a device are a smaller problem of the same kind, with three 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,11 +27,8 @@ from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import Item, QkvPackedOperands, batch_of, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
-from jax_memeff._sharding.dims import even_tokens
+from jax_memeff._sharding.dims import dims, even_tokens
 from jax_memeff._sharding.layout import KeyHeadCopies, Layout, Limit
-
-_KEY_HEADS = 2
-"""The dim of the key heads in ``[B, S, K, H]``."""
 
 
 def limits(operands: Any, options: Options) -> dict[str, Limit]:
@@ -116,19 +114,26 @@ def with_own_starts(operands: Any, layout: Layout) -> Any:
     return operands._replace(sequences=own)
 
 
-def take_own_key_heads(x: jax.Array, layout: Layout) -> jax.Array:
-    """The key heads that a device reads, out of the key heads ``[B, S, K, H]`` that it holds."""
+def take_own_key_heads(x: jax.Array, names: Sequence[str], layout: Layout) -> jax.Array:
+    """The key heads that a device reads, out of those that it holds.
+
+    Args:
+        x: an operand of one device.
+        names: those of its dims. The batch may be several of them, so axes count from the end.
+        layout: the sharding of the call.
+    """
     copies = layout.key_head_copies
-    if copies is None:
+    if copies is None or "key_heads" not in names:
         return x
-    heads = _key_heads(copies)
+    heads, axis = _key_heads(copies), x.ndim + names.index("key_heads") - len(names)
     if heads.size == 1:
-        return lax.dynamic_slice_in_dim(x, heads[0], 1, _KEY_HEADS)
-    return jnp.take(x, heads, _KEY_HEADS)
+        return lax.dynamic_slice_in_dim(x, heads[0], 1, axis)
+    return jnp.take(x, heads, axis)
 
 
 def put_own_key_heads(x: jax.Array, layout: Layout, key_heads: int) -> jax.Array:
-    """The transpose of :func:`take_own_key_heads`: zeros for the other key heads.
+    """The transpose of :func:`take_own_key_heads` for ``[B, S, K, H]``: zeros for the other key
+    heads.
 
     Sums are not rounded: their dtype is at least float32.
     """
@@ -136,10 +141,10 @@ def put_own_key_heads(x: jax.Array, layout: Layout, key_heads: int) -> jax.Array
     if copies is None:
         return x
     heads = _key_heads(copies)
-    shape = (*x.shape[:_KEY_HEADS], key_heads, *x.shape[_KEY_HEADS + 1 :])
+    shape = (*x.shape[:2], key_heads, *x.shape[3:])
     if heads.size == 1:
         zeros = jnp.zeros(shape, x.dtype)
-        return lax.dynamic_update_slice_in_dim(zeros, x, heads[0], _KEY_HEADS)
+        return lax.dynamic_update_slice_in_dim(zeros, x, heads[0], 2)
     zeros = jnp.zeros(shape, score_dtype(x.dtype))
     return zeros.at[:, :, heads].add(x.astype(zeros.dtype))
 
@@ -156,11 +161,10 @@ def take_key_heads(operands: Any, layout: Layout) -> Any:
     if layout.key_head_copies is None:
         return operands
 
-    def own(item: Item) -> Any:
-        has_key_heads = "key_heads" in item.operand.dims
-        return take_own_key_heads(item.array, layout) if has_key_heads else item.array
+    def own(item: Item, names: str) -> Any:
+        return take_own_key_heads(item.array, names.split(), layout)
 
-    return mapped(own, operands)
+    return mapped(own, operands, dims(operands))
 
 
 UNALIGNABLE = (

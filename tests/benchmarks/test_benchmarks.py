@@ -136,7 +136,7 @@ def test_the_steps_of_a_server_are_timed(modules, tmp_path):
     for step in document["steps"]:
         assert list(step["results"]) == list(step["calls"])
         for name, record in step["results"].items():
-            if name == "torch_flash":
+            if name in ("torch_flash", "flash_mla"):
                 assert "error" in record
                 continue
             assert record["seconds"] > 0, record

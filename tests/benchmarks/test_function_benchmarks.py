@@ -40,7 +40,8 @@ def test_the_gallery_is_measured(modules):
     """Its cells have arguments, and their float arrays are inputs."""
     found = modules("programs.cells").gallery()
     gallery = modules("user_functions.in_jax")
-    assert {cell.function for cell in found} == {f"gallery {name}" for name in gallery.ENTRIES}
+    names = {f"gallery {name}" for name, entry in gallery.ENTRIES.items() if entry.has_kernels}
+    assert {cell.function for cell in found} == names
     learned = set()
     for cell in found:
         sizes = {"batch": 2, "heads": 2, "key_heads": 2, "key_length": 64, "head_dim": 8}

@@ -63,6 +63,12 @@ def test_the_blockwise_path_matches_the_oracle(case):
     assert_matches_the_oracle(case)
 
 
+@pytest.mark.rotating(5)
+@pytest.mark.parametrize("case", case_matrix.listed_cases(), ids=str)
+def test_lists_of_keys_match_the_oracle(case):
+    assert_matches_the_oracle(case)
+
+
 DROPOUT = {"T": 40, "S": 40, "H": 16, "dtype": "float32", "dropout": 0.3, "scale": 1.0}
 LENGTHS = ((40, 40), (21, 33))
 
@@ -73,6 +79,8 @@ LENGTHS = ((40, 40), (21, 33))
         Case(**DROPOUT, position=(48, 160)),
         Case(**DROPOUT, lengths=LENGTHS, packed=True),
         Case(**DROPOUT, projections=True),
+        Case(**DROPOUT, keys=("BKT", 40)),
+        Case(**DROPOUT, keys=("BKT", 40), lengths=LENGTHS, packed=True, position=(48, 160)),
     ],
     ids=str,
 )

@@ -180,6 +180,12 @@ def test_dtypes_have_their_names_in_jax_too(capsys):
     assert "kernels,explain,build}" in capsys.readouterr().err
 
 
+def test_explain_says_why_lists_of_keys_have_no_kernel(capsys):
+    base = "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a"
+    status, out = run(capsys, *base, "--keys")
+    assert status and "lists of keys (Mask.keys) have no kernel yet: pass impl" in out
+
+
 def test_explain_draws_the_tiles(capsys, tmp_path, monkeypatch):
     base = "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a", "--seq", "512"
     _, out = run(capsys, *base, "--causal")

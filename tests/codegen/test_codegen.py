@@ -211,7 +211,7 @@ def test_arrays_of_features_are_listed_once():
     assert len(set(roles)) == len(roles) and {"query", "bias", "query_lengths"} <= set(roles)
     broadcast = {operand.role for operand in features.operands() if operand.broadcast_by_vmap}
     captured = {"captured", "mask_captured"}
-    assert broadcast == {"key", "value", "bias", "boolean", "sinks", *captured}
+    assert broadcast == {"key", "value", "bias", "boolean", "key_lists", "sinks", *captured}
 
 
 @pytest.mark.quick

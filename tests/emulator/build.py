@@ -5,7 +5,9 @@ processes ask for a result, a lock lets one of them build it.
 
 g++ spends half of its time for a kernel on templates of CuTe that other kernels of the same main
 loop instantiate, too. Kernels that are known beforehand are therefore compiled a dozen at a time:
-those that are announced, and those of programs that are lowered before the first one runs.
+those that are announced, and those of programs that are lowered before the first one runs. A link
+for each kernel names the library that has it, so another run, which may plan other dozens, compiles
+no kernel again.
 """
 
 from __future__ import annotations
@@ -114,30 +116,30 @@ def together() -> Iterator[None]:
         _awaited = None
     announce(awaited)
     for spec in awaited:
-        link = _link(spec)
-        if not link.exists():
-            unique = link.with_suffix(f".{os.getpid()}")
-            unique.symlink_to(library_of(spec))
-            unique.replace(link)
+        library_of(spec)
 
 
 def library_of(spec: KernelSpec) -> Path:
     """A library with the entry points of ``spec``, and perhaps those of other kernels."""
+    text = _text(spec)
+    if _link(text).exists():
+        return _link(text)
     if _awaited is not None:
         _awaited.append(spec)
-        return _link(spec)
-    text = _text(spec)
-    batch = _announced.get(text, (text,))
-    if len(batch) == 1:
-        return kernel_library(spec.name, text)
-    return kernel_library(f"{spec.kernel.stem.rpartition('/')[2]}_batch", joined(batch))
+        return _link(text)
+    batch = [other for other in _announced.get(text, (text,)) if not _link(other).exists()]
+    library = kernel_library(f"{spec.kernel.stem.rpartition('/')[2]}_batch", joined(batch))
+    for other in batch:
+        link = _link(other)
+        unique = link.with_suffix(f".{os.getpid()}")
+        unique.symlink_to(library)
+        unique.replace(link)
+    return library
 
 
-def _link(spec: KernelSpec) -> Path:
-    """Links a name for ``spec`` to a library, whichever kernels were compiled with it."""
-    return _result(
-        "kernel.link", {f"{spec.name}.cc": _text(spec)}, _KERNEL_OPTIONS, headers.digest()
-    )
+def _link(text: str) -> Path:
+    """Links a name for a kernel to a library, whichever kernels were compiled with it."""
+    return _result("kernel.link", {"kernel.cc": text}, _KERNEL_OPTIONS, headers.digest())
 
 
 def kernel_library(name: str, source: str) -> Path:

@@ -39,6 +39,7 @@ def short(example):
     return dataclasses.replace(example.PRESETS["tiny"], steps=3)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 1)], ids=str)
 def test_losses_are_those_of_one_device(example, of_one_device, sizes):
     """The first is also that of jax.nn; the later ones depend on every gradient."""

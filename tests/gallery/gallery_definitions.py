@@ -95,6 +95,12 @@ def _listed_blocks(i: Index, lists: np.ndarray, block: int) -> np.ndarray:
     return np.kron(blocks, np.ones((block, block), bool))
 
 
+def _listed_keys(i: Index, lists: np.ndarray) -> np.ndarray:
+    valid = np.zeros((*lists.shape[:2], i.k.size), bool)
+    np.put_along_axis(valid, lists, True, 2)
+    return valid[:, None] & (i.k <= i.q)
+
+
 MASKS: dict[str, Any] = {
     "sliding_window": lambda i, window: (i.k <= i.q) & (i.k >= i.q - window),
     "global_tokens": lambda i, window, chosen: (
@@ -114,6 +120,7 @@ MASKS: dict[str, Any] = {
     "draft_tree": _draft_tree,
     "bigbird": _bigbird,
     "listed_blocks": _listed_blocks,
+    "listed_keys": _listed_keys,
     "block_sparse": lambda i, blocks, block: np.kron(blocks, np.ones((block, block), bool))[None],
 }
 """Functions of indices and the arguments of the gallery's function; their results, bool, broadcast

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gallery import scores, windows
+from gallery import lists, scores, windows
 from gallery.catalog import ENTRIES, Shape
 from gallery_case import compare
 
@@ -42,7 +42,7 @@ def test_results_and_gradients(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-@names
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.has_kernels])
 def test_results_and_gradients_in_kernels(name, head_dim):
     check(name, GPU, head_dim, "cuda")
 
@@ -115,3 +115,52 @@ def test_equal_arguments_and_functions():
     )
     for ours, same in pairs:
         np.testing.assert_array_equal(ours.as_array(2, 4, 64, 64), same.as_array(2, 4, 64, 64))
+
+
+def test_a_lightning_indexer():
+    """The highest scores by the definition, in NumPy; rows with fewer keys have all of theirs.
+
+    Keys whose products are all negative have the same score.
+    """
+    rng = np.random.default_rng(4)
+    query, key, weights = (rng.standard_normal(x) for x in ((2, 70, 3, 8), (2, 70, 8), (2, 70, 3)))
+    products = np.maximum(np.einsum("btjd,bsd->btjs", query, key), 0)
+    scores = np.einsum("btjs,btj->bts", products, weights)
+    indexer = jax.jit(lists.lightning_indexer, static_argnums=3)
+    found = np.asarray(indexer(*map(jnp.asarray, (query, key, weights)), 6))
+    for b, t in np.ndindex(2, 70):
+        chosen = [k for k in found[b, t] if k <= t]
+        assert len({*chosen}) == min(t + 1, 6)
+        best = np.sort(scores[b, t, : t + 1])[::-1][:6]
+        np.testing.assert_allclose(np.sort(scores[b, t, chosen])[::-1], best, atol=1e-5)
+
+
+def test_a_window_and_compressed_keys_in_one_softmax(assert_close):
+    """Results and gradients of one softmax over all of them."""
+    keys = jax.random.split(jax.random.key(5), 4)
+    query, *own = jax.random.normal(keys[0], (3, 2, 40, 2, 8))
+    compressed = tuple(jax.random.normal(keys[1], (2, 2, 10, 2, 8)))
+    chosen = jax.random.permutation(keys[2], jnp.arange(-2, 10), independent=True)[:5]
+    chosen = jnp.where(chosen < jnp.arange(40)[:, None] // 4 - 2, chosen, -1)
+    chosen = jnp.broadcast_to(chosen, (2, 40, 5))
+
+    def dense(query, own, compressed):
+        key, value = (jnp.concatenate(x, 1) for x in zip(own, compressed, strict=True))
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) * 8**-0.5
+        row = jnp.arange(40)[:, None]
+        near = (jnp.arange(40) <= row) & (jnp.arange(40) >= row - 7)
+        listed = (chosen[..., None] == jnp.arange(10)).any(2)[:, None]
+        near = jnp.broadcast_to(near, (*listed.shape[:3], 40))
+        valid = jnp.concatenate([near, listed], -1)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, where=valid), value)
+
+    def merged(query, own, compressed):
+        return lists.window_and_compressed(query, own, compressed, chosen, 7)
+
+    got, want = (
+        jax.jit(jax.value_and_grad(lambda *x, f=f: jnp.sum(jnp.sin(f(*x))), (0, 1, 2)))(
+            query, tuple(own), compressed
+        )
+        for f in (merged, dense)
+    )
+    assert_close(got, want, 1e-5)

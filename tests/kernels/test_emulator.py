@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import emulator
 import pytest
+from emulator import build
+
+from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.select import select
 
 SHARED_BYTES = 4096
 THREADS = 128
@@ -226,3 +230,29 @@ def test_blocks_of_a_cluster_run_together(machine):
 def test_another_kernel_runs_after_a_mistake(machine):
     machine.submit(launch, "no_mistake").result()
     machine.submit(launch, "no_mistake_in_a_read").result()
+
+
+def test_another_plan_compiles_no_kernel_again(tmp_path, monkeypatch):
+    """Another run of tests has other neighbours, and another number of processes."""
+    compiled = []
+
+    def compile(name, source):
+        compiled.append(source)
+        library = tmp_path / f"{name}_{len(compiled)}.so"
+        library.touch()
+        return library
+
+    monkeypatch.setenv("JAX_MEMEFF_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "kernel_library", compile)
+    monkeypatch.setattr(build, "_announced", {})
+    first, both, second = (
+        select(Problem("forward", "bf16", head_dim, head_dim, "sm_80"))
+        for head_dim in (32, 64, 128)
+    )
+    build.announce([first, both])
+    assert build.library_of(first).resolve() == build.library_of(both).resolve()
+    build.announce([both, second])
+    build.library_of(both)
+    assert build.library_of(second).resolve() != build.library_of(both).resolve()
+    found = [[spec.name in source for spec in (first, both, second)] for source in compiled]
+    assert found == [[True, True, False], [False, False, True]]

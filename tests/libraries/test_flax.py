@@ -182,6 +182,7 @@ def test_linen_module(batch, settings):
     assert_close(run(ours), run(flax), 1e-4)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("batch", [(3,), (2, 3)])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"num_kv_heads": 2}])

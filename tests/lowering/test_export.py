@@ -251,6 +251,7 @@ def block_lists(query):
     return Mask.kv_blocks(lists, block_size=8)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("mask", [lambda query: DIAGONALS, block_lists], ids=["function", "lists"])
 @pytest.mark.parametrize("has_offsets", [False, True])
 def test_block_masks_of_a_symbolic_batch(mask, has_offsets):

@@ -1,6 +1,7 @@
 """The parts of a release agree: workflows, wheels, notes and versions."""
 
 import importlib.util
+import itertools
 import re
 import subprocess
 import tomllib
@@ -28,8 +29,8 @@ def script(name):
     return module
 
 
-check_wheel, release_notes, todays_half = map(
-    script, ("check_wheel", "release_notes", "todays_half")
+check_wheel, release_notes, todays_files = map(
+    script, ("check_wheel", "release_notes", "todays_files")
 )
 
 
@@ -41,15 +42,23 @@ def test_the_check_of_a_change_is_the_script():
     assert [step["run"] for step in steps("ci") if "run" in step] == [".ci/run"]
 
 
-def test_four_days_under_the_newest_jax_run_all_files_twice():
-    files = todays_half.files()
-    days = [{x for x in files if todays_half.is_due(x, day)} for day in range(739_000, 739_004)]
-    first, _, second, _ = days
-    assert days == [first, first, second, second]
-    assert first.isdisjoint(second) and first | second == set(files)
+def test_a_week_under_the_newest_jax_runs_every_file_on_two_days_in_a_row():
+    files = todays_files.files()
+    days = [{x for x in files if todays_files.is_due(x, day)} for day in range(739_000, 739_008)]
+    week = days[:7]
+    for file in files:
+        assert sum(file in day for day in week) == 2
+        assert any(file in day and file in after for day, after in itertools.pairwise(days))
     assert {"tests/repository/test_releases.py", "jax_memeff/_compat.py"} <= set(files)
-    assert 0.4 < len(first) / len(files) < 0.6
-    assert all(todays_half.is_due(file, None) for file in files)
+    assert all(0.2 < len(day) / len(files) < 0.4 for day in week)
+    assert all(todays_files.is_due(file, None) for file in files)
+
+
+@pytest.mark.parametrize("parts", range(2, 6))
+def test_every_part_of_rotating_cases_runs_under_the_newest_jax(parts):
+    for file in todays_files.files():
+        due = (day for day in range(7 * parts) if todays_files.is_due(file, day))
+        assert {day % parts for day in due} == set(range(parts))
 
 
 def test_every_night_all_tests_run_under_the_oldest_and_the_newest_jax():

@@ -58,6 +58,9 @@ class Case:
     boolean: tuple[str, ...] = ()
     block: int | None = None
     """Boolean masks and unsorted ids are constant in blocks of this many positions."""
+    keys: tuple[str, int] | None = None
+    """Lists of keys: a letter of "BKT" for each full dim and 1 for each broadcast one, and the
+    number of entries: distinct, in any order, some of them no key."""
     dropout: float = 0.0
     precision: Literal["tf32x3", "tf32"] = "tf32x3"
     position: tuple[int, int] | tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -97,6 +100,7 @@ class Case:
         words += [f"{self.segments}segments"] if self.segments else []
         words += [f"mask{dims}" for dims in self.boolean]
         words += [f"blocks{self.block}"] if self.block else []
+        words += ["{}keys{}".format(*self.keys)] if self.keys else []
         words += [f"dropout{self.dropout:g}"] if self.dropout else []
         words += [self.precision] if self.precision != "tf32x3" else []
         first = ["_".join(map(str, np.atleast_1d(x))) for x in self.position or ()]
@@ -252,6 +256,14 @@ class Case:
             probability = 0.3 if self.block else 0.8
             drawn = rng.random(self.shape(dims)) < probability
             mask &= Mask.boolean(self.in_blocks(self.in_blocks(drawn), axis=2))
+        if self.keys:
+            dims, count = self.keys
+            others = max(count // 4, count - self.S, 1)
+            entries = np.arange(-others, self.S + others, dtype=np.int32)
+            drawn = rng.permuted(
+                np.broadcast_to(entries, (*self.shape(dims), entries.size)), axis=3
+            )
+            mask &= Mask.keys(drawn[..., :count], unique_indices=True)
         return mask
 
     def in_blocks(self, array: Any, axis: int = -1) -> Any:

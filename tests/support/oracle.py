@@ -74,6 +74,20 @@ def valid_elements(
             valid[b] &= (query_id == key_id) & (query_id >= 0) & (key_id >= 0)
     for array in mask.booleans:
         valid &= np.asarray(array)
+    for lists in mask.key_lists:
+        valid &= listed_elements(np.asarray(lists.indices), B, N, T, S)
+    return valid
+
+
+def listed_elements(indices: np.ndarray, B: int, N: int, T: int, S: int) -> np.ndarray:
+    """The elements that lists [B | 1, K | 1, T, n] name, one by one, bool[B, N, T, S]."""
+    indices = indices.reshape((1,) * (4 - indices.ndim) + indices.shape)
+    batch, heads, _, count = indices.shape
+    valid = np.zeros((B, N, T, S), bool)
+    for b, h, t, place in np.ndindex(B, N, T, count):
+        index = indices[b % batch, h * heads // N, t, place]
+        if 0 <= index < S:
+            valid[b, h, t, index] = True
     return valid
 
 

@@ -76,13 +76,22 @@ def packed(case: Case, operands: Operands, dout: Any, dlse: Any) -> tuple[Operan
         (queries.pack(query_ids, 0), keys.pack(key_ids, 0))
         for query_ids, key_ids in operands.mask.segment_ids
     )
+    key_lists = []
+    for lists in operands.mask.key_lists:
+        of_rows = np.broadcast_to(lists.indices, (case.B, *lists.indices.shape[1:]))
+        indices: Any = queries.pack(np.swapaxes(of_rows, 1, 2), 0)
+        key_lists.append(dataclasses.replace(lists, indices=indices))
     return (
         operands._replace(
             query=queries.pack(operands.query, np.nan),
             key=keys.pack(operands.key, np.nan),
             value=keys.pack(operands.value, np.nan),
             mask=dataclasses.replace(
-                operands.mask, segment_ids=segments, query_lengths=None, key_lengths=None
+                operands.mask,
+                segment_ids=segments,
+                key_lists=tuple(key_lists),
+                query_lengths=None,
+                key_lengths=None,
             ),
             sequences=Sequences(
                 sequence_starts(queries),

@@ -231,7 +231,7 @@ KINDS = {
 }
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_machine_code(kind, kernels):
     specs, check = KINDS[kind]

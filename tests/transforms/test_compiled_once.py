@@ -76,6 +76,7 @@ def compiled_programs():
         jax.monitoring.unregister_event_duration_listener(record)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_the_second_call_compiles_nothing(name):
     call = CALLS[name]

@@ -73,6 +73,35 @@ def ring(query: Any, key: Any, value: Any) -> Any:
     return jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)(query, key, value)
 
 
+KEYS = jnp.asarray(RNG.integers(-1, 45, (2, 40, 6)))
+
+
+def keys(query: Any, key: Any, value: Any) -> Any:
+    """With every feature whose elements follow the lists."""
+    return dot_product_attention(
+        query,
+        key,
+        value,
+        query[:, :1, :, :1].transpose(0, 2, 1, 3),
+        Mask.keys(KEYS)
+        & Mask.segments(KEYS[0, :, 0], KEYS[1, :, 0])
+        & Mask.boolean(KEYS[0, :, :1] > 4),
+        score_mod=alibi,
+        key_value_seq_lengths=LENGTHS,
+        is_causal=True,
+        dropout_rate=0.5,
+        dropout_key=jax.random.key(0),
+        offsets=jax_memeff.Offsets(query=LENGTHS, key=3),
+    )
+
+
+def paged_keys(query: Any, key: Any, value: Any) -> Any:
+    pool, scale = POOL.astype(jnp.float8_e4m3fn), jnp.ones((5, 2), jnp.float32)
+    lists = KEYS[None, :, :8]
+    arguments = {"key_scale": scale, "value_scale": scale[0], "mask": Mask.keys(lists)}
+    return jax_memeff.paged_attention(query[:, :8], pool, pool, TABLE, LENGTHS, **arguments)
+
+
 CALLS: dict[str, Any] = {
     "ring": ring,
     "padded_rows": padded_rows,
@@ -82,10 +111,12 @@ CALLS: dict[str, Any] = {
     "lists": lambda *x: dot_product_attention(
         *x, mask=Mask.kv_blocks(LISTS, COUNTS, block_size=16)
     ),
+    "keys": keys,
     "blocks": blocks,
     "packed": packed,
     "paged": paged,
     "paged_rows": paged_rows,
+    "paged_keys": paged_keys,
 }
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
@@ -105,7 +136,7 @@ def test_strict_promotion(call, dtype, wide):
 @every_call
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_strict_promotion_of_derivatives(call, dtype):
-    if call in (paged, paged_rows):
+    if call in (paged, paged_rows, paged_keys):
         pytest.skip("paged_attention has no gradient")
 
     def loss(*arrays):

@@ -80,6 +80,7 @@ def test_the_users_own_call_runs_alone(verify):
     assert (code, states(document)) == (0, {GOOD.name: "passed"})
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("mode", "said", "limit"),
     [

@@ -14,7 +14,7 @@
 // The pipeline does not drain between work tiles. The first scores of a work tile overlap the last
 // product of the previous one, whose output is stored from registers while the products of other
 // consumers run. The softmax of one consumer overlaps the products of another. Two consumers settle
-// into this order by themselves; three take turns (schedule/consumer_turns.cuh). With a mask each
+// into this order by themselves; three play ping-pong (schedule/ping_pong.cuh). With a mask each
 // consumer skips the KV blocks at the end that only rows of other consumers attend to.
 //
 // An Operands object loads and multiplies the operands of each element type. 3xFP16 products with
@@ -43,9 +43,9 @@
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/function_range.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
+#include <memeff/schedule/ping_pong.cuh>
 #include <memeff/schedule/query_tile_rings.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
 #include <memeff/score/captured/shared_diagonals.cuh>
@@ -79,7 +79,7 @@ struct ForwardMainLoopSm90 {
   using Queries = typename Operands::Queries;
   using ScoreGrid = typename Kernel::ScoreGrid;
   using Softmax = typename Kernel::Softmax;
-  using Turns = typename Kernel::Turns;
+  using PingPong = typename Kernel::PingPong;
   using WorkTile = typename Kernel::WorkTile;
   static constexpr int kConsumerGroups = Kernel::kConsumerGroups;
   static constexpr int kTileKey = Kernel::kTileKey;
@@ -106,7 +106,7 @@ struct ForwardMainLoopSm90 {
     at.row_warpgroup = at.warpgroup - at.group;
     at.leader = threadIdx.x % kWarpSize == 0;
     at.key.index = at.value.index = at.group;
-    Turns::begin(at.warpgroup);
+    PingPong::begin(at.warpgroup);
     while (true) {
       WorkTile const work_tile = control.take_work_tile(at.slot);
       if (work_tile.item.batch < 0) break;
@@ -273,10 +273,10 @@ struct ForwardMainLoopSm90 {
                                          WorkItem const& item, int tile, Queries const& queries,
                                          Linear const& linear, Scores& scores,
                                          BeginOutput const& begin_output) {
-    Turns::take(at.warpgroup);
+    PingPong::wait(at.warpgroup);
     begin_scores(tiles, at, queries, linear, scores);
     if constexpr (!Operands::kSequential) begin_output();
-    Turns::pass(at.warpgroup);
+    PingPong::pass(at.warpgroup);
     Ahead const ahead = compute_ahead(params, control, tiles, at, item, tile);
     wait_products<kRunning>();
     unscale(tiles, at, scores);
@@ -475,9 +475,10 @@ struct FmhaForwardSm90 {
 
   using ConsumerGroup = WarpConsumerGroups<kConsumerWarps, kConsumerGroups, 1 + kWarpgroups>;
   using Merge = ConsumerGroupMerge<ConsumerGroup, Softmax, kTileQuery * Config::kValueDim>;
-  // With three consumers, turns gain 1 to 4 %; with two, nothing. With four they were not measured.
-  using Turns =
-      ConsumerTurns<Config::kOutputFirst && kWarpgroups == 3, kWarpgroups, 2 + kWarpgroups>;
+  // With three consumers, ping-pong gains 1 to 4 %; with two, nothing. With four they were not
+  // measured.
+  using PingPong =
+      PingPongBarrier<Config::kOutputFirst && kWarpgroups == 3, kWarpgroups, 2 + kWarpgroups>;
   using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
   using WorkTile = QueryWorkTile;
@@ -493,7 +494,7 @@ struct FmhaForwardSm90 {
   static constexpr int kSharedBytes = kControlOffset + int(sizeof(Control));
 
   // Named barriers: one for the threads of each consumer, one for consumer groups, and one for the
-  // turn of each consumer.
+  // ping-pong of each consumer.
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
 
   // The addresses of the buffers in shared memory.

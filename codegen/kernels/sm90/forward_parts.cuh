@@ -525,7 +525,7 @@ struct WorkTileConsumerSm90 {
   using Mask = typename Kernel::Mask;
   using Operands = typename Kernel::Operands;
   using OutputWriter = typename Kernel::OutputWriter;
-  using Turns = typename Kernel::Turns;
+  using PingPong = typename Kernel::PingPong;
   using WorkTile = typename Kernel::WorkTile;
   static constexpr int kConsumerGroups = Kernel::kConsumerGroups;
   static constexpr int kQueryStages = Kernel::kQueryStages;
@@ -565,12 +565,13 @@ struct WorkTileConsumerSm90 {
     PipelineStage<kWorkTileStages> slot;
   };
 
-  // Skips the keys of `count` KV blocks, and the turns in which their products would be issued.
+  // Skips the keys of `count` KV blocks, and the rounds of ping-pong that would issue their
+  // products.
   CUTE_DEVICE static void skip_keys(Control& control, ConsumerState& at, int count) {
     CUTE_NO_UNROLL
-    for (int i = 0; Turns::kIsEnabled && i < count; ++i) {
-      Turns::take(at.warpgroup);
-      Turns::pass(at.warpgroup);
+    for (int i = 0; PingPong::kIsEnabled && i < count; ++i) {
+      PingPong::wait(at.warpgroup);
+      PingPong::pass(at.warpgroup);
     }
     skip(control.key, at.key, count, at.leader);
   }

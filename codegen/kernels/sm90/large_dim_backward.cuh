@@ -37,8 +37,8 @@
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/schedule/grid.cuh>
+#include <memeff/schedule/ping_pong.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/probability.cuh>
 
@@ -156,8 +156,8 @@ struct LargeDimCluster {
   // consumer, and one for its turn to add up scores.
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
   static constexpr int kConsumerBarrier = 1 + kWarpgroups;
-  static constexpr int kTurnBarrier = 2 + kWarpgroups;
-  using SumTurns = ConsumerTurns<kDividesColumns, kWarpgroups, kTurnBarrier + kWarpgroups>;
+  static constexpr int kPingPongBarrier = 2 + kWarpgroups;
+  using SumPingPong = PingPongBarrier<kDividesColumns, kWarpgroups, kPingPongBarrier + kWarpgroups>;
 
   CUTE_DEVICE static uint32_t statistics(uint32_t tiles, int block) {
     return tiles + kStatisticsOffset + block % kMostBlocks * kStatisticsBytes;
@@ -232,7 +232,7 @@ struct LargeDimCluster {
 
   // Each consumer calls this once, before add_other_columns().
   CUTE_DEVICE static void begin_score_sums(int warpgroup) {
-    if constexpr (kDividesColumns) SumTurns::begin(warpgroup);
+    if constexpr (kDividesColumns) SumPingPong::begin(warpgroup);
   }
 
   // Adds the scores of the other columns, whose CTA computes the same tile. The consumers call it
@@ -242,9 +242,9 @@ struct LargeDimCluster {
                                             Scores& scores) {
     if constexpr (kDividesColumns) {
       int const other = (1 - column_part()) * kGroupCtas + rank;
-      SumTurns::take(warpgroup);
+      SumPingPong::wait(warpgroup);
       ScoreSum::add(links, tiles + Role::kScoreSumOffset, other, warpgroup, scores);
-      SumTurns::pass(warpgroup);
+      SumPingPong::pass(warpgroup);
     }
   }
 
@@ -919,9 +919,9 @@ template <class Config>
 struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
   using Base = LargeDimCluster<Config, Owned::queries>;
   using Base::kOutRank;
+  using Base::kPingPongBarrier;
   using Base::kProbabilityBytes;
   using Base::kRows;
-  using Base::kTurnBarrier;
   using Base::kWarpgroups;
   using typename Base::Element;
   using typename Base::Operand;
@@ -931,7 +931,7 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
   using typename Base::Work;
   using Control = typename Base::template Control<OutTiles::kStages>;
   using Statistics = RegisterStatistics<ScoreGrid>;
-  using Turns = ConsumerTurns<true, kWarpgroups, kTurnBarrier>;
+  using PingPong = PingPongBarrier<true, kWarpgroups, kPingPongBarrier>;
   static constexpr int kPanels = OutTiles::kPanels;
   static constexpr int kPanelSteps = Panel::kColumns / 16;
   using OutRows = RegisterOperand<1, kPanels * kPanelSteps, sizeof(Element)>;
@@ -946,7 +946,7 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
       random_sleep();
       OutRows const rows = load_operand<typename OutTiles::OwnTile, ScoreGrid>(
           tiles + OutTiles::kOwnOffset + warpgroup * OutTiles::OwnTile::kBytes);
-      Turns::begin(warpgroup);
+      PingPong::begin(warpgroup);
       Base::begin_score_sums(warpgroup);
       PipelineStage<OutTiles::kStages> stage;
       CUTE_NO_UNROLL
@@ -973,7 +973,7 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
   CUTE_DEVICE static void multiply(Control& control, uint32_t tiles, int warpgroup,
                                    OutRows const& rows, PipelineStage<OutTiles::kStages>& stage,
                                    Scores& scores) {
-    Turns::take(warpgroup);
+    PingPong::wait(warpgroup);
     fence_accumulators(scores);
     auto before = stage;
     CUTE_UNROLL
@@ -995,7 +995,7 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
       }
       stage.advance();
     }
-    Turns::pass(warpgroup);
+    PingPong::pass(warpgroup);
     wait_products<0>();
     fence_accumulators(scores);
     Base::template release_panels<OutTiles, 1>(control, before);

@@ -31,8 +31,8 @@
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/schedule/grid.cuh>
+#include <memeff/schedule/ping_pong.cuh>
 #include <memeff/score/modifiers.cuh>
 
 namespace memeff {
@@ -131,7 +131,7 @@ struct LargeDimConsumerSm90 {
   using QueryPanel = typename Kernel::QueryPanel;
   using ScoreGrid = typename Kernel::ScoreGrid;
   using Softmax = typename Kernel::Softmax;
-  using Turns = typename Kernel::Turns;
+  using PingPong = typename Kernel::PingPong;
   using ValueTile = typename Kernel::ValueTile;
   static constexpr int kKeyPanels = Kernel::kKeyPanels;
   static constexpr int kKeySteps = Config::kTileKey / 16;
@@ -175,7 +175,7 @@ struct LargeDimConsumerSm90 {
                                   WorkItem const& item, Mask const& mask, TileRange const& range,
                                   ConsumerState& at, Softmax& softmax, Output& output) {
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
-    Turns::begin(at.warpgroup);
+    PingPong::begin(at.warpgroup);
     wait_barrier(control.query, 0);
     random_sleep();
     int block = range.begin;
@@ -245,7 +245,7 @@ struct LargeDimConsumerSm90 {
   CUTE_DEVICE static void begin_scores(Control& control, uint32_t tiles, ConsumerState const& at,
                                        Scores& scores) {
     auto stage = at.key;
-    Turns::take(at.warpgroup);
+    PingPong::wait(at.warpgroup);
     fence_accumulators(scores);
     CUTE_UNROLL
     for (int panel = 0; panel < kKeyPanels; ++panel) {
@@ -257,7 +257,7 @@ struct LargeDimConsumerSm90 {
       stage.advance();
     }
     commit_products();
-    Turns::pass(at.warpgroup);
+    PingPong::pass(at.warpgroup);
   }
 
   // Releases the keys of a KV block, each panel by a different lane, and skips those of the next KV
@@ -451,7 +451,7 @@ struct FmhaForwardLargeDimSm90 {
   // each consumer.
   CUTE_DEVICE static int warpgroup_barrier(int warpgroup) { return 1 + warpgroup; }
   static constexpr int kConsumerBarrier = 1 + kWarpgroups;
-  using Turns = ConsumerTurns<true, kWarpgroups, 2 + kWarpgroups>;
+  using PingPong = PingPongBarrier<true, kWarpgroups, 2 + kWarpgroups>;
 
   // The addresses of the buffers in shared memory.
   CUTE_DEVICE static uint32_t keys(uint32_t tiles, PipelineStage<kKeyStages> const& stage) {

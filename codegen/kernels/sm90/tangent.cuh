@@ -27,9 +27,9 @@
 #include <memeff/layout/tensor_rows.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
-#include <memeff/schedule/consumer_turns.cuh>
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
+#include <memeff/schedule/ping_pong.cuh>
 #include <memeff/schedule/query_tile_rings.cuh>
 #include <memeff/score/bias/rows.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
@@ -634,7 +634,7 @@ struct FmhaTangentSm90 {
   using Blocks = KvBlocks<Config, Mask, kConsumerGroups>;
   using Rows = TangentRows<Config, ScoreGrid>;
   using OutputWriter = TangentOutputSm90<Config, OutGrid>;
-  using Turns = ConsumerTurns<false, kRowWarpgroups, 0>;
+  using PingPong = PingPongBarrier<false, kRowWarpgroups, 0>;
 
   using WorkTile = QueryWorkTile;
   using Control = QueryTileRings<kQueryStages, kStages, kRowWarpgroups>;

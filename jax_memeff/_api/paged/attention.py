@@ -25,7 +25,7 @@ from jax_memeff._api.arguments import (
 from jax_memeff._api.arrays import PAGED_QUERY
 from jax_memeff._api.call import AttentionCall, canonical
 from jax_memeff._api.paged import arguments as checks
-from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.mask import Mask, Window, key_lists
 from jax_memeff._call.mask.conditions import AnyMask, Conditions
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.mask.window import TracedWindow, intersection
@@ -105,9 +105,9 @@ def paged_attention(
             positions in it.
         mask: Likewise, a ``Mask`` or a boolean array that broadcasts to [B, N, T, S] with
             ``S = max_pages * page_size``. Windows and functions use positions in the sequence. The
-            rows of a boolean array and of lists of blocks are the queries of the sequence, their
-            columns are positions. Lengths and segment ids raise an error, under ``|`` and ``~``
-            too. Pass a tree of draft tokens as a function.
+            rows of a boolean array and of lists are the queries of the sequence, their columns are
+            positions. Lengths and segment ids raise an error, under ``|`` and ``~`` too. Pass a
+            tree of draft tokens as a function.
         offsets: Where the sequences begin in larger ones, for windows and functions: ``query`` and
             ``key`` are added to the positions of queries and keys, so a part of the keys, such as a
             prefix that sequences share, can be merged with the others
@@ -200,23 +200,27 @@ def prepare(
     has_values = value_pages is not None
     values_dim = latent_dim(named["value_dim"], has_values, sizes["H"], names)
 
+    if isinstance(named["mask"], Mask):
+        _require_possible(named["mask"])
     scores_shape = (batch, sizes["N"], longest, max_pages * page_size)
     shared = {name: x for name, x in named.items() if name in CommonArguments.__annotations__}
     options, combined, others = canonical(
         tokens.dtype,
         sizes["H"],
         scores_shape,
+        sizes["K"],
         None,
         named["mask"],
         with_defaults(CommonArguments, shared),
+        tokens=(len(tokens), len(tokens)) if each is None else None,
     )
-    _require_possible(combined)
     if is_invariant:
         more = _padded_pages(max_pages, page_size, INVARIANT_COLUMNS) - max_pages
         table = jnp.pad(table, ((0, 0), (0, more)), constant_values=-1)
     counts = rows.counts(longest)
     columns = table.shape[1] * page_size
     offsets = named["offsets"]
+    combined = _with_token_lists(combined, scores_shape, is_ragged=each is None)
     combined, position = _canonical_mask(combined, rows, counts, scores_shape, columns, offsets)
     if others["functions"] is not None or offsets is not None:
         others["position"] = position
@@ -278,6 +282,18 @@ def _of_rows(
     # Rows before a sequence's first token are a gap after the previous sequence.
     starts = jnp.append(starts, first + tokens)
     return Sequences(starts, jnp.zeros_like(starts), counts, lengths, longest, columns)
+
+
+def _with_token_lists(mask: Mask, scores_shape: tuple[int, int, int, int], is_ragged: bool) -> Mask:
+    """The mask with one list of keys for each token, as in a canonical mask of packed sequences."""
+    batch, _, rows, columns = scores_shape
+    found = key_lists.canonical(mask.key_lists, columns, is_packed=is_ragged)
+    if found and not is_ragged:
+        indices = jnp.swapaxes(found[0].indices, 1, 2)
+        indices = jnp.broadcast_to(indices, (batch, *indices.shape[1:]))
+        indices = checks.with_leading("key indices", indices, 2, (batch * rows,))[None]
+        found = (dataclasses.replace(found[0], indices=indices),)
+    return dataclasses.replace(mask, key_lists=found)
 
 
 def _canonical_mask(

@@ -12,6 +12,7 @@ from jax import dtypes
 from jax_memeff._call import values
 from jax_memeff._call.mask.block_mask import BLOCK
 from jax_memeff._call.mask.conditions import AnyMask, Conditions
+from jax_memeff._call.mask.key_lists import KeyLists
 from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
 from jax_memeff._call.mask.window import TracedWindow
 
@@ -25,6 +26,7 @@ def checked(
     tokens: tuple[int, int] | None = None,
     *,
     clamps: bool = False,
+    key_heads: int | None = None,
 ) -> AnyMask:
     """The mask with lengths in arrays, each of its arrays checked against the scores.
 
@@ -32,8 +34,9 @@ def checked(
         mask: not canonical, or canonical.
         scores_shape: those of the call.
         tokens: the numbers of query and key tokens if sequences are packed; each token has a
-            segment id.
+            segment id, and each query token a list of keys.
         clamps: whether lengths out of range are allowed, because they are clamped.
+        key_heads: K of the call; if None, lists of keys may have any number that divides N.
 
     Raises:
         ValueError: a shape does not fit, or a length in a NumPy array is out of range.
@@ -72,6 +75,8 @@ def checked(
         _traced_window(window, scores_shape[0])
     for lists in mask.block_lists:
         _block_lists(lists, scores_shape)
+    for lists in mask.key_lists:
+        _key_lists(lists, scores_shape, None if tokens is None else tokens[0], key_heads)
     for levels in mask.block_masks:
         _block_mask(levels, scores_shape)
     return mask
@@ -216,6 +221,31 @@ def _block_lists(lists: KvBlocks | BlockTable, scores_shape: ScoresShape) -> Non
     )
 
 
+def _key_lists(
+    lists: KeyLists, scores_shape: ScoresShape, tokens: int | None, key_heads: int | None
+) -> None:
+    """Check that lists of keys have the batch, the key heads and the rows of a call."""
+    lists = KeyLists.of(lists.indices, lists.is_unique)
+    batch, heads, rows, _ = scores_shape
+    shape = tuple(lists.indices.shape)
+    if tokens is None:
+        own = lists.shape[:3]
+        own_heads, expected = own[1], f"[{_or_1(batch)}, {{}}, {rows}, n]"
+        fits = own[0] in (1, batch) and own[2] == rows
+    else:
+        own_heads, expected = shape[-2], f"[{tokens}, {{}}, n], a list for each token"
+        fits = len(shape) == 3 and shape[0] == tokens
+    if key_heads is None:
+        fits = fits and own_heads != 0 and heads % own_heads == 0
+    if fits and (key_heads is None or own_heads in (1, key_heads)):
+        return
+    expected = expected.format("K" if key_heads is None else _or_1(key_heads))
+    advice = ""
+    if key_heads is not None and own_heads == heads:
+        advice = "; lists belong to key heads, so repeat these if each query head has its own list"
+    raise ValueError(f"key indices must have shape {expected}, got shape {shape}{advice}")
+
+
 def _fields(mask: Conditions) -> None:
     """Check that the fields of a mask could come from its constructors."""
 
@@ -235,6 +265,10 @@ def _fields(mask: Conditions) -> None:
         isinstance(lists, KvBlocks | BlockTable) for lists in mask.block_lists
     )
     expect("block_lists", are_lists, "a tuple of lists", "Mask.kv_blocks")
+    are_lists = isinstance(mask.key_lists, tuple) and all(
+        isinstance(lists, KeyLists) for lists in mask.key_lists
+    )
+    expect("key_lists", are_lists, "a tuple of lists", "Mask.keys")
     are_ranked = isinstance(mask.block_masks, tuple) and all(
         getattr(levels, "ndim", 0) == 4 and levels.dtype == np.uint8 for levels in mask.block_masks
     )

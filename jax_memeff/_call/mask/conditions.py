@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_memeff._call import values
-from jax_memeff._call.mask import arguments
+from jax_memeff._call.mask import arguments, key_lists
+from jax_memeff._call.mask.key_lists import KeyLists
 from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
 from jax_memeff._call.mask.window import TracedWindow, Window
 from jax_memeff.codegen.functions.program import Program
@@ -48,6 +49,8 @@ class Conditions(values.HoldsArrays):
     traced_windows: tuple[TracedWindow, ...] = ()
     block_lists: tuple[KvBlocks | BlockTable, ...] = ()
     """Lists of KV blocks, which are tables in a canonical mask."""
+    key_lists: tuple[KeyLists, ...] = ()
+    """Lists of keys; a canonical mask has at most one."""
     block_masks: tuple[jax.Array, ...] = ()
     """One block mask per call of :meth:`blocks`, uint8[1|B, 1|N, T / 64, S / 64], rounded up."""
     beyond_block_masks: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -102,6 +105,7 @@ class Conditions(values.HoldsArrays):
             "function": bool(self.functions or self.excluded),
             "traced_window": bool(self.traced_windows),
             "kv_blocks": bool(self.block_lists),
+            "keys": bool(self.key_lists),
         }
         return frozenset(name for name, is_present in present.items() if is_present)
 
@@ -128,11 +132,12 @@ class Conditions(values.HoldsArrays):
 
         Lengths become int32[B] clamped to [0, T] and [0, S], at most one of queries and one of
         keys; segment ids become int32[B, T] and int32[B, S]; boolean arrays get rank 4; lists of
-        blocks become tables. :func:`expression.compiled` turns tables and the results of ``|`` and
-        ``~`` into one function.
+        blocks become tables, and lists of keys one list. :func:`expression.compiled` turns tables
+        and the results of ``|`` and ``~`` into one function.
 
         Args:
-            tokens: of query and of key, if sequences are packed: segment ids are then [1, tokens].
+            tokens: of query and of key, if sequences are packed: segment ids are then [1, tokens],
+                and lists of keys have a row for each token.
         """
         batch, rows, columns = (B, T, S) if tokens is None else (1, *tokens)
         query_lengths, key_lengths = self.all_lengths()
@@ -153,10 +158,18 @@ class Conditions(values.HoldsArrays):
             block_lists=tuple(
                 x.table(S) if isinstance(x, KvBlocks) else x for x in self.block_lists
             ),
+            key_lists=key_lists.canonical(self.key_lists, S, tokens is not None),
         )
 
 
 AnyMask = TypeVar("AnyMask", bound=Conditions)
+
+
+def with_boolean_lists(mask: AnyMask, N: int, S: int) -> AnyMask:
+    """A canonical mask with boolean arrays in place of lists of keys; for small masks."""
+    listed = (lists.listed(S) for lists in mask.key_lists)
+    booleans = (jnp.repeat(x, N // x.shape[1], 1) if x.shape[1] != 1 else x for x in listed)
+    return dataclasses.replace(mask, booleans=(*mask.booleans, *booleans), key_lists=())
 
 
 def _smallest(lengths: Sequence[jax.Array], batch: int, size: int) -> jax.Array | None:

@@ -14,8 +14,9 @@ from jax.typing import ArrayLike
 
 from jax_memeff._call import values
 from jax_memeff._call.mask import arguments, block_mask, checks, tiles
-from jax_memeff._call.mask.conditions import Conditions
+from jax_memeff._call.mask.conditions import Conditions, with_boolean_lists
 from jax_memeff._call.mask.expression import Frame, compiled
+from jax_memeff._call.mask.key_lists import KeyLists
 from jax_memeff._call.mask.kv_blocks import KvBlocks
 from jax_memeff._call.mask.pictures import Picture, picture_of_mask
 from jax_memeff._call.mask.window import Alignment, Bound, TracedWindow, Window, intersection
@@ -32,8 +33,8 @@ class Mask(Conditions):
     """A set of conditions. An element is valid if all of them hold; ``Mask()`` has none.
 
     :meth:`causal`, :meth:`window`, :meth:`lengths`, :meth:`segments`, :meth:`boolean`,
-    :meth:`kv_blocks` and :meth:`function` create masks; ``&``, ``|`` and ``~`` combine them. A mask
-    is a pytree: windows and functions are static, arrays are leaves.
+    :meth:`kv_blocks`, :meth:`keys` and :meth:`function` create masks; ``&``, ``|`` and ``~``
+    combine them. A mask is a pytree: windows and functions are static, arrays are leaves.
 
     Lengths combined by ``&`` alone bound what is loaded, and determine which rows and columns
     exist: no other mask makes a row or column beyond them valid, and a ``"bottom_right"`` window
@@ -196,6 +197,41 @@ class Mask(Conditions):
         return Mask(block_lists=(KvBlocks.of(indices, counts, block_size),))
 
     @staticmethod
+    def keys(indices: ArrayLike, *, unique_indices: bool = False) -> Mask:
+        """Each row attends to the keys in its list.
+
+        The blockwise path gathers these keys and no others: work and memory are proportional to the
+        lists, forward and backward.
+
+        Args:
+            indices: ``[B, K, T, n]`` integers, a list of columns for each row of a key head; all
+                query heads of a key head share it. B and K may be 1 or absent. With packed
+                sequences (``varlen_attention``, and ``paged_attention`` with ``query_starts``)
+                ``[tokens, K, n]``, where K may be 1; columns are then positions in the sequence.
+                The order is free. Indices outside of [0, S) are ignored, so pad with -1.
+            unique_indices: Whether each key occurs once in a list. If False, lists are sorted, and
+                a repeated key counts once. If True, they are read as they are, and a repeated key
+                gives wrong results; :func:`jax_memeff.check` reports it.
+
+        Lists may be traced, and have no gradient. They refer to the arrays of the call, so
+        ``offsets`` do not shift them, while windows, functions and dropout see the position of each
+        key. ``&`` combines lists with any mask, and two lists to the keys that are in both.
+
+        Raises:
+            TypeError: the indices are not integers, or ``unique_indices`` is not True or False.
+            ValueError: the indices do not have two to four dims; attention functions raise it if
+                lists do not match the call. ``|``, ``~`` and ``ring_attention`` raise it, too.
+
+        >>> import jax.numpy as jnp
+        >>> lists = jnp.array([[0, -1], [1, 0], [0, 2]])  # of three rows
+        >>> (Mask.keys(lists) & Mask.window(1, 0)).as_array(1, 1, 3, 3)[0, 0].astype(int)
+        Array([[1, 0, 0],
+               [1, 1, 0],
+               [0, 0, 1]], dtype=int32)
+        """
+        return Mask(key_lists=(KeyLists.of(indices, unique_indices),))
+
+    @staticmethod
     def function(function: Callable[..., Any]) -> Mask:
         """Elements are valid if ``function(b, h, q, k)`` is true.
 
@@ -227,6 +263,11 @@ class Mask(Conditions):
 
     def __invert__(self) -> Mask:
         """Valid where this mask is not, within the lengths of what it is combined with."""
+        if self.key_lists:
+            raise ValueError(
+                "mask: Mask.keys cannot be under | or ~, because only listed keys are read; put "
+                "all keys of a row into one list (jnp.concatenate), or combine masks with &"
+            )
         if len(self.excluded) == 1 and not dataclasses.replace(self, excluded=()).kinds():
             return cast("Mask", self.excluded[0])
         return Mask(excluded=(self.without_block_masks(),))
@@ -257,6 +298,7 @@ class Mask(Conditions):
             excluded=self.excluded + other.excluded,
             traced_windows=self.traced_windows + other.traced_windows,
             block_lists=self.block_lists + other.block_lists,
+            key_lists=self.key_lists + other.key_lists,
             block_masks=block_masks,
             beyond_block_masks=bool(block_masks) and is_beyond,
         )
@@ -285,8 +327,8 @@ class Mask(Conditions):
             An equivalent mask for calls with these shapes and offsets. ``&`` may still add windows
             and lengths. A bottom-right window with traced bounds, or under ``|`` or ``~``, ends at
             the lengths of this mask, not at lengths that ``&`` adds later. Packed sequences and
-            rings compute their own block masks. A mask with only windows and lengths needs no block
-            mask and is returned unchanged.
+            rings compute their own block masks. A mask with only windows and lengths, or with lists
+            of keys, needs no block mask and is returned unchanged.
 
         Raises:
             TypeError: ``query`` or ``key`` is not an array, or ``offsets`` are not Offsets.
@@ -305,7 +347,8 @@ class Mask(Conditions):
         """
         shape = arguments.scores_shape(query, key)
         mask = checks.checked(self.without_block_masks(), shape)
-        return block_mask.with_blocks(mask, shape, checked(offsets, *shape[:2]))
+        offsets = checked(offsets, *shape[:2])
+        return mask if mask.key_lists else block_mask.with_blocks(mask, shape, offsets)
 
     def picture(
         self,
@@ -395,6 +438,7 @@ class Mask(Conditions):
                 f"{position!r:.80}"
             )
         mask = checks.checked(self, (B, N, T, S), clamps=True).canonical(B, T, S)
+        mask = with_boolean_lists(mask, N, S)
         mask = compiled(mask, Frame.of(mask, (T, S))._replace(position=position))
         valid = tiles.valid_elements(mask, (T, S), (0, 0), (T, S), position)
         valid = jnp.broadcast_to(True if valid is None else valid, (B, N, T, S))

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax_memeff._call import values
 from jax_memeff._call.mask import block_mask, checks, expression
 from jax_memeff._call.mask.block_mask import ALL, NONE, SOME, Tiling
-from jax_memeff._call.mask.conditions import Conditions
+from jax_memeff._call.mask.conditions import Conditions, with_boolean_lists
 from jax_memeff._call.mask.kv_blocks import BlockTable
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.offsets import checked as offsets_of_call
@@ -151,6 +151,7 @@ def picture_of_canonical(
         ValueError: it would have more than ``MOST_TILES`` tiles.
     """
     offsets = Offsets() if offsets is None else offsets
+    mask = with_boolean_lists(mask, scores_shape[1], scores_shape[3])
     sizes = scores_shape[2:]
     tiles = number_of_tiles(sizes, tile)
     if tiles > MOST_TILES:
@@ -233,6 +234,7 @@ def _slices(mask: Conditions) -> tuple[set[int], set[int]]:
     batches |= {x.shape[0] for pair in mask.segment_ids for x in pair if x.ndim == 2}
     shapes = [x.shape for x in mask.booleans]
     shapes += [x.listed.shape if isinstance(x, BlockTable) else x.shape for x in mask.block_lists]
+    shapes += [x.shape for x in mask.key_lists]
     for shape in shapes:
         first, second, *_ = (1,) * (4 - len(shape)) + tuple(shape)
         batches.add(first)

@@ -38,6 +38,63 @@ def valid_elements(
     """
     row = (start[0] + lax.iota(jnp.int32, shape[0]))[None, None, :, None]
     col = (start[1] + lax.iota(jnp.int32, shape[1]))[None, None, None, :]
+    conditions = _of_windows_and_lengths(mask, sizes, row, col, position)
+    for query_ids, key_ids in mask.segment_ids:
+        query_tile = slice_axis(query_ids, start[0], shape[0], 1)
+        key_tile = slice_axis(key_ids, start[1], shape[1], 1)
+        query_tile, key_tile = query_tile[:, None, :, None], key_tile[:, None, None, :]
+        conditions.append((query_tile == key_tile) & (query_tile >= 0))
+    conditions += [slice_tile(array, start, shape) for array in mask.booleans]
+    valid = None
+    for condition in conditions:
+        valid = condition if valid is None else valid & condition
+    return valid
+
+
+def listed_elements(
+    mask: Conditions,
+    sizes: tuple[int, int],
+    start: int | jax.Array,
+    columns: jax.Array,
+    position: Position | None,
+) -> jax.Array:
+    """Whether each listed element of a tile of rows is valid, judging by windows, lengths and
+    segment ids.
+
+    Args:
+        mask: canonical.
+        sizes: (T, S).
+        start: local row of the tile's first element.
+        columns: int32[1|B, 1|K, rows, n], the local column of each element; one that is no column
+            is not valid.
+        position: as in :func:`valid_elements`.
+
+    Returns:
+        bool[1|B, 1|K, rows, n]
+    """
+    rows = columns.shape[2]
+    row = (start + lax.iota(jnp.int32, rows))[None, None, :, None]
+    valid = (columns >= 0) & (columns < sizes[1])
+    for condition in _of_windows_and_lengths(mask, sizes, row, columns, position):
+        valid = valid & condition
+    for query_ids, key_ids in mask.segment_ids:
+        query_tile = slice_axis(query_ids, start, rows, 1)[:, None, :, None]
+        batch = lax.iota(jnp.int32, key_ids.shape[0]).reshape(-1, 1, 1, 1)
+        key_tile = key_ids.at[batch, columns].get(
+            mode="fill", fill_value=-1, wrap_negative_indices=False
+        )
+        valid = valid & (query_tile == key_tile) & (query_tile >= 0)
+    return valid
+
+
+def _of_windows_and_lengths(
+    mask: Conditions,
+    sizes: tuple[int, int],
+    row: jax.Array,
+    col: jax.Array,
+    position: Position | None,
+) -> list[jax.Array]:
+    """Whether windows and lengths let the elements in these local rows and columns be valid."""
     conditions = []
     for window, distance in _windows(mask, sizes, position):
         from_diagonal = (col - row) - distance
@@ -49,16 +106,7 @@ def valid_elements(
         conditions.append(row < mask.query_lengths[:, None, None, None])
     if mask.key_lengths is not None:
         conditions.append(col < mask.key_lengths[:, None, None, None])
-    for query_ids, key_ids in mask.segment_ids:
-        query_tile = slice_axis(query_ids, start[0], shape[0], 1)
-        key_tile = slice_axis(key_ids, start[1], shape[1], 1)
-        query_tile, key_tile = query_tile[:, None, :, None], key_tile[:, None, None, :]
-        conditions.append((query_tile == key_tile) & (query_tile >= 0))
-    conditions += [slice_tile(array, start, shape) for array in mask.booleans]
-    valid = None
-    for condition in conditions:
-        valid = condition if valid is None else valid & condition
-    return valid
+    return conditions
 
 
 def reached_columns(

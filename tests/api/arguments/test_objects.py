@@ -205,6 +205,7 @@ CASES = {
         {"indices": np.array([[0, 1]]), "counts": np.array([2])}
         | {"block_size": (np.int32(16), np.int32(16))},
     ),
+    "Mask.keys": Case(Mask.keys, {"indices": np.array([[0, 1]]), "unique_indices": np.True_}),
     "Mask.blocks": Case(
         Mask.segments(IDS, IDS).blocks, {"query": TOKENS, "key": TOKENS, "offsets": POSITIONS}
     ),
@@ -292,6 +293,7 @@ def arguments_of(cases: dict[str, Case]) -> list[tuple[str, str]]:
     return [(case, name) for case in cases for name in cases[case].arguments]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(("case", "name"), arguments_of(CASES))
 def test_an_object_stands_for_its_array(case, name):
     for traced in (False, True):

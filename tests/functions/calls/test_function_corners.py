@@ -302,7 +302,7 @@ def lowered(machine, selected):
     machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize("name", CORNERS)
 def test_kernels_of_functions(name, machine, assert_close):

@@ -80,7 +80,7 @@ def test_light_functions_have_larger_tiles_at_head_dim_64(score, where, gradient
     assert backward(score, where, gradients=gradients).tile.query == queries
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize(
     ("arch", "head_dim", "features"),
     [

@@ -282,7 +282,7 @@ def test_emulated_kernels(call, machine):
     assert_matches(call, machine.submit(results, call, "sm_90a").result(timeout=600))
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize("call", GRADIENT_CALLS, ids=str)
 def test_emulated_gradients(call, machine):
     found = machine.submit(gradients, call, "sm_90a").result(timeout=600)

@@ -82,6 +82,7 @@ def of_empty(arch: str, mask: str, longest: tuple[int, int]) -> Any:
     return jax.tree.map(np.asarray, jax.jit(run)(operand, operand, operand))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "call",
     [

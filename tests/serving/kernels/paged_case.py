@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,3 +207,16 @@ def assert_matches(found: Any, case: Case, assert_close: Any) -> None:
     finite = np.isfinite(want_lse)
     assert_close(out.astype(np.float64), want_out, TOLERANCES[case.dtype])
     assert_close(lse[finite], want_lse[finite], TOLERANCES[case.dtype])
+
+
+def lower(case: Case, arch: str) -> jax.stages.Lowered:
+    """Runs in the process of ``machine``."""
+    emulator.configure(arch, multiprocessors=5)
+    return case.lowered(case.batch())
+
+
+def emulated(case: Case, arch: str) -> Any:
+    """Runs in the process of ``machine``."""
+    lowered = emulator.lowered(lower, case, arch)
+    emulator.configure(arch, multiprocessors=5)
+    return case.found(case.batch(), lowered)

@@ -155,7 +155,7 @@ def test_emulated_decisions_change_no_bit(step, machine):
     assert_same_bits(step, *(run.result(600) for run in found))
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("step", SPOILED, ids=str)

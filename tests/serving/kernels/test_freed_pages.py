@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paged_case
 import pytest
 from paged_case import Case, assert_matches
 from paging import paged_attention
@@ -110,31 +110,11 @@ KERNELS = [
 ]
 
 
-def lower(case: Case, arch: str) -> jax.stages.Lowered:
-    """Runs in the process of ``machine``."""
-    emulator.configure(arch, multiprocessors=5)
-    return case.lowered(case.batch())
-
-
-def emulated(case: Case, arch: str) -> Any:
-    """Runs in the process of ``machine``."""
-    lowered = emulator.lowered(lower, case, arch)
-    emulator.configure(arch, multiprocessors=5)
-    return case.found(case.batch(), lowered)
-
-
-@pytest.fixture(scope="module")
-def lowered(machine, selected):
-    """Lowers the programs of all cases before the first one runs."""
-    calls = [(call["case"], call["arch"]) for call in selected if {"case", "arch"} <= {*call}]
-    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
-
-
 @pytest.mark.rotating(5)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize(("arch", "case"), KERNELS, ids=str)
 def test_emulated_kernels(arch, case, machine, assert_close):
-    found = machine.submit(emulated, case, arch).result(timeout=600)
+    found = machine.submit(paged_case.emulated, case, arch).result(timeout=600)
     assert_matches(found, case, assert_close)
 
 

@@ -99,6 +99,11 @@ def test_the_latent_kernel_converts():
     [
         (latent("sm_80"), "it reads values from a separate array"),
         (latent(dtype="f16"), "it converts latent keys from float8 to bfloat16 only"),
+        (latent(dtype="f32"), "queries of bfloat16 or float16, got f32: cast the query"),
+        (
+            dataclasses.replace(latent(), value_dim=500),
+            "value_dim is 500, and kernels read rows of float8 16 bytes at a time: pad it to a mul",
+        ),
     ],
     ids=str,
 )

@@ -44,9 +44,9 @@ class Sequence:
         return given
 
     def calls(self) -> list[Call]:
-        """The first one computes all tokens."""
+        """The first one computes all tokens. Long sequences take every second one."""
         part = max(2, self.tokens // 3)
-        return [
+        calls = [
             Call(self, self.tokens),
             Call(self, self.tokens, slots=0, multiprocessors=3),
             Call(self, 1),
@@ -59,6 +59,7 @@ class Sequence:
             Call(self, part, others=((130, 0), (self.length + 700, 1)), multiprocessors=7),
             Call(self, part, slots=0, others=((200, 2),), multiprocessors=20, page_size=48),
         ]
+        return calls[:: 2 if self.length > 8000 else 1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -236,6 +236,10 @@ def test_one_kernel_for_every_strategy(query_rows):
         (latent(boolean=True), "the rows of its tiles belong to several heads"),
         (latent(row_maxima=True), "it splits the keys of a row, and merges no maxima"),
         (latent(dims=(640, 512)), "head_dim 640 is above its 576"),
+        (
+            dataclasses.replace(latent(), dtype="f32"),
+            "a kernel on Hopper for queries of bfloat16 or float16, got f32: cast query and pool",
+        ),
     ],
     ids=str,
 )

@@ -39,7 +39,7 @@ PROGRAMS = [
     ("sm_80", (4, 2), (64, 64)),
     ("sm_90a", (2, 2), (64, 64)),
     ("sm_90a", (16, 1), (576, 512)),
-    ("sm_80", (4, 2), (264, 264)),
+    ("sm_80", (2, 1), (264, 264)),  # twice the heads would take ten seconds more
 ]
 SEQUENCES = 6
 
@@ -107,7 +107,7 @@ def assert_equal(found: dict[str, Any], heads: Any, dims: Any, assert_close: Any
         assert_close(lse[valid], want_lse[valid], TOLERANCES["bfloat16"])
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize(("arch", "heads", "dims"), PROGRAMS, ids=str)
 def test_emulated(arch, heads, dims, machine, assert_close):
     found = machine.submit(results, arch, heads, dims, "cuda").result(900)

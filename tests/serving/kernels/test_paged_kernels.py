@@ -12,6 +12,7 @@ import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paged_case
 import pytest
 from paged_case import DECIDED, TOLERANCES, Case, assert_matches
 from paging import paged_attention
@@ -139,31 +140,11 @@ EMULATED += [
 ]
 
 
-def lower(case: Case, arch: str) -> jax.stages.Lowered:
-    """Runs in the process of ``machine``."""
-    emulator.configure(arch, multiprocessors=5)
-    return case.lowered(case.batch())
-
-
-def emulated(case: Case, arch: str) -> Any:
-    """Runs in the process of ``machine``."""
-    lowered = emulator.lowered(lower, case, arch)
-    emulator.configure(arch, multiprocessors=5)
-    return case.found(case.batch(), lowered)
-
-
-@pytest.fixture(scope="module")
-def lowered(machine, selected):
-    """Lowers the programs of all cases before the first one runs."""
-    calls = [(call["case"], call["arch"]) for call in selected if {"case", "arch"} <= {*call}]
-    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
-
-
 @pytest.mark.rotating(5)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
 def test_emulated_kernels(arch, case, machine, assert_close):
-    found = machine.submit(emulated, case, arch).result(timeout=600)
+    found = machine.submit(paged_case.emulated, case, arch).result(timeout=600)
     assert_matches(found, case, assert_close)
 
 
