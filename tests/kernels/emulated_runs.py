@@ -159,7 +159,7 @@ SM80 += [
     # Scores of a standard deviation of 8: maxima rise by more than the slack of a reference.
     Run(MAXIMA(B=1, T=130, S=500, scale=1.0)),
 ]
-# At head dim 256 two warps share rows.
+# At head dim 256 two warps share rows of the forward.
 SM80 += on_three_schedules(
     MAXIMA(
         B=3, T=130, S=150, H=256, N=4, K=2, soft_cap=2.0, sinks=True, dropout=0.2, lengths=LENGTHS
@@ -168,6 +168,16 @@ SM80 += on_three_schedules(
 SM80 += [
     Run(MAXIMA(B=1, T=130, S=500, H=250, Hv=200, scale=1.0)),
     Run(Case(B=3, T=130, S=150, H=256, segments=1, lengths=LENGTHS, packed=True, **CAUSAL)),
+]
+# Backwards with one tile of queries; without a bias warps at head dim 256 divide S and dP.
+ONE_TILE = functools.partial(Case, B=2, T=230, S=150, N=4, K=2, lengths=LENGTHS[:2])
+SM80 += [
+    Run(ONE_TILE(H=256, segments=1, deterministic=True, **WINDOW), seed=1),
+    Run(ONE_TILE(H=256, bias="1NTS", dropout=0.2), seed=2),
+    Run(ONE_TILE(H=256, Hv=128, **CAUSAL)),
+    Run(ONE_TILE(H=128, dtype="float32", deterministic=True, **CAUSAL), seed=1),
+    Run(ONE_TILE(H=96, bias="1NTS", **CAUSAL), arch="sm_86", seed=2),
+    Run(ONE_TILE(H=128, soft_cap=2.0, segments=1, deterministic=True), arch="sm_86"),
 ]
 SM80 += [Run(case, seed=3, unattended=True) for case in MAPPED]
 SM90 = [

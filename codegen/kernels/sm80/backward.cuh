@@ -10,11 +10,12 @@
 // dV reads the modified P, and dP is modified in the same way
 // (collective/probability_modifiers.cuh).
 //
-// The next Q block arrives while this one is computed, in a second buffer. If shared memory is
-// short, there is one buffer, and the load is not hidden. dO has one buffer, which is reloaded as
-// soon as dV has read it. Gradients that are not asked for (Config::kQueryGradient, kKeyGradient,
-// kValueGradient, kBiasGradient) cost neither products nor memory. Config::kDeterministicDq makes
-// the order of the additions to dq deterministic (schedule/dq_semaphore.cuh).
+// The next Q block arrives while this one is computed, in a second buffer. dO has one buffer, which
+// is reloaded as soon as dV has read it, so that it arrives during dQ and dK. If shared memory is
+// short, queries have one buffer, too, and dK comes before dQ, which hides both loads. Gradients
+// that are not asked for (Config::kQueryGradient, kKeyGradient, kValueGradient, kBiasGradient) cost
+// neither products nor memory. Config::kDeterministicDq makes the order of the additions to dq
+// deterministic (schedule/dq_semaphore.cuh).
 #pragma once
 
 #include <cute/algorithm/clear.hpp>
@@ -251,7 +252,9 @@ struct FmhaBackwardSm80 {
   static constexpr int kStatisticsOffset = kScoreOffset + ScoreTile::kBytes;
   static constexpr int kBiasOffset = kStatisticsOffset + kBuffers * kStatisticsBytes;
   static constexpr int kSumsOffset = kBiasOffset + Scores::Bias::kBytes;
-  static constexpr int kSharedBytes = kSumsOffset + Scores::CapturedSums::kSharedBytes;
+  static constexpr int kExchangeOffset = kSumsOffset + Scores::CapturedSums::kSharedBytes;
+  static constexpr int kSharedBytes =
+      kExchangeOffset + (Config::kWarpPairs ? 4 * kTileQuery * kTileKey : 0);
 
   // dq and dk read dS from shared memory, and it is the gradient of the bias. If none of these is
   // asked for, dv needs only P.
@@ -436,10 +439,16 @@ struct FmhaBackwardSm80 {
       auto score_gradient = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
       cute::clear(scores);
       cute::clear(score_gradient);
-      Scores::template multiply<QueryTile, KeyTile>(query_tile, shared, scores);
-      if constexpr (kScoreGradient) {
-        Scores::template multiply<OutTile, ValueTile>(shared + kOutOffset, shared + kValueOffset,
-                                                      score_gradient);
+      if constexpr (Config::kWarpPairs && kScoreGradient) {
+        Scores::template multiply_in_pairs<QueryTile, KeyTile>(
+            query_tile, shared, shared + kOutOffset, shared + kValueOffset,
+            shared + kExchangeOffset, scores, score_gradient);
+      } else {
+        Scores::template multiply<QueryTile, KeyTile>(query_tile, shared, scores);
+        if constexpr (kScoreGradient) {
+          Scores::template multiply<OutTile, ValueTile>(shared + kOutOffset, shared + kValueOffset,
+                                                        score_gradient);
+        }
       }
       kv_block.differentiate(modifiers, q_block, buffer, scores, score_gradient);
       if constexpr (Config::kValueGradient) {
@@ -456,24 +465,25 @@ struct FmhaBackwardSm80 {
                           shared + kScoreOffset);
       }
 
+      if constexpr (Config::kKeyGradient && kBuffers == 1) {
+        add_columns<QueryTile, KeyGrid>(shared + kScoreOffset, query_tile, key_gradient);
+      }
       if constexpr (Config::kValueGradient) {
         add_columns<OutTile, ValueGrid>(shared + kProbabilityOffset, shared + kOutOffset,
                                         value_gradient);
-        __syncthreads();  // every thread has read dO
+      }
+      if constexpr (Config::kValueGradient || (Config::kKeyGradient && kBuffers == 1)) {
+        __syncthreads();  // every thread has read dO, and the queries if they have one buffer
       }
       if (has_next) {
+        if (kBuffers == 1) kv_block.load_query(q_blocks.at(q_blocks.after(cursor)), 0);
         kv_block.load_out_gradient(q_blocks.at(q_blocks.after(cursor)));
         commit_copies();
       }
 
       if constexpr (Config::kQueryGradient) add_query_gradient(kv_block, q_block, semaphore);
-      if constexpr (Config::kKeyGradient) {
+      if constexpr (Config::kKeyGradient && kBuffers == 2) {
         add_columns<QueryTile, KeyGrid>(shared + kScoreOffset, query_tile, key_gradient);
-      }
-      if (kBuffers == 1 && has_next) {
-        __syncthreads();  // every thread has read the queries
-        kv_block.load_query(q_blocks.at(q_blocks.after(cursor)), 0);
-        commit_copies();
       }
     }
   }

@@ -39,7 +39,9 @@ class Tile(MmaTile):
     """A row of the tables below."""
 
     query_buffers: int = 2
-    """Query tiles in shared memory; with one, the next tile is not prefetched."""
+    """Query tiles in shared memory; with one, the next tile is loaded during the product dQ."""
+    warp_pairs: bool = False
+    """Whether of two warps one computes S and the other dP, for the columns of both."""
     deterministic_masks: Masks = EVERY_MASK
     """The masks under which it adds to dq in a fixed order, in three TF32 products."""
 
@@ -99,6 +101,15 @@ _TILES: Mapping[int, Sequence[Tile]] = {
     96: (
         Tile(64, 64, 4, 2, "277, causal 252; 64x128 with 8 warps 266, 239; 128x64 236"),
         Tile(64, 128, 8, 1, "with a 32-bit bias two blocks do not fit"),
+        Tile(
+            32,
+            64,
+            4,
+            2,
+            "45 KB of 49 KB. compute_86: 245, causal 235; 64x64 with 8 warps 192, 192, with 8 in "
+            "pairs 204, 191",
+            query_buffers=1,
+        ),
         Tile(64, 64, 8, 1, "76 KB of 99 KB"),
         Tile(32, 32, 4, 2, "28 KB of 32 KB"),
         Tile(32, 32, 4, 1, "with a bias two blocks need more than 64 KB"),
@@ -117,19 +128,12 @@ _TILES: Mapping[int, Sequence[Tile]] = {
         Tile(
             64,
             64,
-            8,
-            1,
-            "97 KB of 99 KB. compute_86: 231",
-            modifiers=modifiers("bias", *PROBABILITY_MODIFIERS),
-        ),
-        Tile(
-            64,
-            64,
             4,
             1,
-            "compute_86: random bits 208, a bias 170; 8 warps 198, 32x64 with a bias 158",
+            "compute_86: 255, causal 226; 8 warps in pairs 239, 214, 8 warps with two query tiles "
+            "225, 216. Deterministic sums spill",
             query_buffers=1,
-            spill_bytes=8,
+            spill_bytes=12,
         ),
         Tile(32, 64, 8, 1, "56 KB of 64 KB"),
         Tile(32, 32, 4, 1, "with a 32-bit bias 64 keys need 65 KB"),
@@ -145,7 +149,16 @@ _TILES: Mapping[int, Sequence[Tile]] = {
             64,
             8,
             1,
-            "230, causal 226; 32x64 with two query tiles 214, 201. Positions spill",
+            "270, causal 249; without pairs 257, 232",
+            query_buffers=1,
+            warp_pairs=True,
+        ),
+        Tile(
+            64,
+            64,
+            8,
+            1,
+            "145 KB of 163 KB, for sums and a bias that do not fit beside what pairs exchange",
             query_buffers=1,
             spill_bytes=8,
         ),
@@ -205,7 +218,16 @@ _TILES_F32: Mapping[int, Sequence[Tile]] = {
         Tile(32, 32, 4, 1, "68 KB of 99 KB"),
     ),
     128: (
-        Tile(32, 64, 8, 1, "128 KB of 163 KB; 64 query rows need 192 KB"),
+        Tile(
+            64,
+            64,
+            8,
+            1,
+            "60 TFLOP/s at T 2048; 32x64 with two query tiles 54",
+            modifiers=(),
+            query_buffers=1,
+        ),
+        Tile(32, 64, 8, 1, "with 64 query rows soft cap spills 28 bytes; a bias does not fit"),
         Tile(32, 32, 4, 1, "88 KB of 99 KB"),
     ),
     # No more columns with 99 KB: kernels for large head dims serve them.
@@ -215,7 +237,7 @@ _TILES_F32: Mapping[int, Sequence[Tile]] = {
             64,
             8,
             1,
-            "52 TFLOP/s at T 2048, 32x32 with two query tiles 43",
+            "53 TFLOP/s at T 2048; 32x32 with two query tiles 43",
             query_buffers=1,
         ),
         Tile(32, 32, 4, 1, "with a 32-bit bias 64 keys do not fit"),
@@ -280,7 +302,7 @@ _TILES_F32_SM90: Mapping[int, Sequence[Tile]] = {
 
 @functools.cache
 def _configured(device: Gpu, is_f32: bool, dim: int) -> Sequence[Tile]:
-    """Without asynchronous copies nothing is prefetched, so one query tile is enough."""
+    """Without asynchronous copies nothing arrives early, so one query tile is enough."""
     if device is gpu.SM90:
         tiles = (_TILES_F32_SM90 if is_f32 else _TILES_SM90)[dim]
     else:
@@ -302,6 +324,8 @@ class FmhaBwdSm80(MmaBackward):
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
+        if _tile(spec).warp_pairs and spec.padded_head_dim != spec.padded_value_dim:
+            reasons.append("S and dP have operands of different sizes")
         deterministic = spec.deterministic_dq and spec.dtype == "f32"
         if deterministic and spec[MASK] not in _tile(spec).deterministic_masks:
             reasons.append(f"adding to dq in a fixed order is slow with mask {spec[MASK]}")
@@ -312,7 +336,9 @@ class FmhaBwdSm80(MmaBackward):
         return super().strips_of_sums(arch) if gpu.of(arch) is not gpu.SM75 else 0
 
     def shared_bytes(self, spec: KernelSpec) -> int:
-        """Tiles of query, dO, key, value, P, dS and bias, and the statistics of query rows."""
+        """Tiles of query, dO, key, value, P, dS and bias, the statistics of query rows, and what
+        pairs of warps exchange.
+        """
         tile = _tile(spec)
         query, key, buffers = tile.query, tile.key, tile.query_buffers
         elements = query * (buffers * spec.padded_head_dim + spec.padded_value_dim)
@@ -320,7 +346,8 @@ class FmhaBwdSm80(MmaBackward):
         elements += 2 * query * key
         statistics = buffers * query * shared_memory.STATISTICS_BYTES
         bytes_ = elements * spec.element_bytes + statistics + shared_memory.bias_bytes(spec, query)
-        return bytes_ + captured_sum_bytes(spec)
+        exchanged = 4 * query * key if tile.warp_pairs else 0
+        return bytes_ + captured_sum_bytes(spec) + exchanged
 
     def products(self, spec: KernelSpec) -> dict[str, tuple[int, int]]:
         query, key = spec.tile.query, spec.tile.key
@@ -347,7 +374,12 @@ class FmhaBwdSm80(MmaBackward):
         )
 
     def constants(self, spec: KernelSpec) -> Mapping[str, Constant | CppType]:
-        return {**super().constants(spec), "kQueryBuffers": _tile(spec).query_buffers}
+        tile = _tile(spec)
+        return {
+            **super().constants(spec),
+            "kQueryBuffers": tile.query_buffers,
+            "kWarpPairs": tile.warp_pairs,
+        }
 
     def workspaces(
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int

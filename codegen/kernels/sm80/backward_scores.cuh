@@ -1,6 +1,7 @@
 // P and dS of one tile from the products S = Q K^T and dP = dO V^T, for kernels with mma.sync.
 #pragma once
 
+#include <memeff/arch/barrier.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/mask/score_mask.cuh>
@@ -102,6 +103,65 @@ struct BackwardScoresSm80 {
         scores, LeftOperand<LeftTile, Contiguous::k, ScoreGrid::kRowBlocks>(left, ScoreGrid::row()),
         RightOperand<RightTile, Contiguous::k, ScoreGrid::kColumnBlocks>(right,
                                                                          ScoreGrid::column()));
+  }
+
+  // S and dP, whose operands have the same sizes. Of two warps with neighbouring columns one
+  // computes S of both and the other dP; then they exchange halves through `exchange`, 4 bytes for
+  // each element of the tile. With twice the columns, left operands are read half as often.
+  template <class LeftTile, class RightTile, class Accumulators>
+  CUTE_DEVICE static void multiply_in_pairs(uint32_t query, uint32_t key, uint32_t out,
+                                            uint32_t value, uint32_t exchange, Accumulators& scores,
+                                            Accumulators& score_gradient) {
+    constexpr int kRowWarps = ScoreGrid::kRowWarps;
+    constexpr int kRowBlocks = ScoreGrid::kRowBlocks;
+    constexpr int kHalf = 2 * ScoreGrid::kColumnBlocks;  // MMA_N
+    constexpr int kPairColumns = 2 * ScoreGrid::kWarpColumns;
+    int const warp = thread_index() / kWarpSize;
+    int const lane = thread_index() % kWarpSize;
+    bool const second = warp / kRowWarps % 2;  // computes dP and keeps the second half
+    auto product = cute::make_tensor<float>(
+        cute::Shape<cute::_4, cute::Int<kRowBlocks>, cute::Int<2 * kHalf>>{});
+    cute::clear(product);
+    warp_gemm<Element, LeftTile::kColumns / kStep, kReadAhead>(
+        product,
+        LeftOperand<LeftTile, Contiguous::k, kRowBlocks>(second ? out : query, ScoreGrid::row()),
+        RightOperand<RightTile, Contiguous::k, kHalf>(
+            second ? value : key, ScoreGrid::column() / kPairColumns * kPairColumns));
+
+    auto slot = [&](int of_warp, int m, int n) {
+      return exchange + (((of_warp * kRowBlocks + m) * kHalf + n) * kWarpSize + lane) * 16;
+    };
+    CUTE_UNROLL
+    for (int m = 0; m < kRowBlocks; ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < kHalf; ++n) {
+        float sent[4];
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          float const halves[2] = {product(i, m, n), product(i, m, n + kHalf)};
+          sent[i] = second ? halves[0] : halves[1];
+          scores(i, m, n) = second ? halves[1] : halves[0];
+        }
+        store_shared_vector(slot(warp, m, n), sent[0], sent[1], sent[2], sent[3]);
+      }
+    }
+    int const pair = warp / (2 * kRowWarps) * kRowWarps + warp % kRowWarps;
+    named_barrier_sync(1 + pair, 2 * kWarpSize);
+    CUTE_UNROLL
+    for (int m = 0; m < kRowBlocks; ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < kHalf; ++n) {
+        uint4 const vector = load_shared_vector(slot(warp ^ kRowWarps, m, n));
+        float const received[4] = {__uint_as_float(vector.x), __uint_as_float(vector.y),
+                                   __uint_as_float(vector.z), __uint_as_float(vector.w)};
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          float const kept = scores(i, m, n);
+          scores(i, m, n) = second ? received[i] : kept;
+          score_gradient(i, m, n) = second ? kept : received[i];
+        }
+      }
+    }
   }
 
   // Replaces `scores`, S, with the modified P, and `score_gradient`, dP, with dS, the gradient of Q
