@@ -476,8 +476,8 @@ struct FmhaBackwardSm80 {
         __syncthreads();  // every thread has read dO, and the queries if they have one buffer
       }
       if (has_next) {
-        if (kBuffers == 1) kv_block.load_query(q_blocks.at(q_blocks.after(cursor)), 0);
         kv_block.load_out_gradient(q_blocks.at(q_blocks.after(cursor)));
+        if (kBuffers == 1) kv_block.load_query(q_blocks.at(q_blocks.after(cursor)), 0);
         commit_copies();
       }
 
