@@ -242,6 +242,8 @@ struct FmhaBackwardSm80 {
   static constexpr int kReadAhead = Scores::kReadAhead;
   static constexpr int kStatisticsBytes = Scores::kStatisticsBytes;
   static constexpr int kBuffers = Config::kQueryBuffers;
+  // Not in tiles of 32 x 32, whose registers do not suffice for it with all features.
+  static constexpr bool kKeysFirst = kBuffers == 1 && kTileQuery * kTileKey > 32 * 32;
 
   // Offsets in shared memory.
   static constexpr int kValueOffset = KeyTile::kBytes;
@@ -465,25 +467,30 @@ struct FmhaBackwardSm80 {
                           shared + kScoreOffset);
       }
 
-      if constexpr (Config::kKeyGradient && kBuffers == 1) {
+      if constexpr (Config::kKeyGradient && kKeysFirst) {
         add_columns<QueryTile, KeyGrid>(shared + kScoreOffset, query_tile, key_gradient);
       }
       if constexpr (Config::kValueGradient) {
         add_columns<OutTile, ValueGrid>(shared + kProbabilityOffset, shared + kOutOffset,
                                         value_gradient);
       }
-      if constexpr (Config::kValueGradient || (Config::kKeyGradient && kBuffers == 1)) {
-        __syncthreads();  // every thread has read dO, and the queries if they have one buffer
+      if constexpr (Config::kValueGradient || (Config::kKeyGradient && kKeysFirst)) {
+        __syncthreads();  // every thread has read dO, and the queries if dK is first
       }
       if (has_next) {
         kv_block.load_out_gradient(q_blocks.at(q_blocks.after(cursor)));
-        if (kBuffers == 1) kv_block.load_query(q_blocks.at(q_blocks.after(cursor)), 0);
+        if (kKeysFirst) kv_block.load_query(q_blocks.at(q_blocks.after(cursor)), 0);
         commit_copies();
       }
 
       if constexpr (Config::kQueryGradient) add_query_gradient(kv_block, q_block, semaphore);
-      if constexpr (Config::kKeyGradient && kBuffers == 2) {
+      if constexpr (Config::kKeyGradient && !kKeysFirst) {
         add_columns<QueryTile, KeyGrid>(shared + kScoreOffset, query_tile, key_gradient);
+      }
+      if (kBuffers == 1 && !kKeysFirst && has_next) {
+        __syncthreads();  // every thread has read the queries
+        kv_block.load_query(q_blocks.at(q_blocks.after(cursor)), 0);
+        commit_copies();
       }
     }
   }

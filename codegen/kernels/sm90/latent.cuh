@@ -90,18 +90,6 @@ struct LatentKeyRows {
       return source.origin.row + key;
     }
   }
-
-  // Prefetches the first `count` keys of a box into L2. Reading whole rows in order gives a higher
-  // DRAM bandwidth than reading one panel of columns at a time.
-  CUTE_DEVICE static void prefetch(ForwardParams const& params,
-                                   KeyValueSource<Config> const& source, int count, int row) {
-    using Element = KeyValueElement<Config>;
-    int const valid = min(count, kBoxRows);
-    bool const exists = !PageTable<Config>::kPaged || row < params.shape.key_tokens;
-    if (valid <= 0 || !exists) return;
-    prefetch_bytes(row_pointer<Element>(params.key, source.batch(params.key), row, source.head),
-                   valid * int(row_bytes<Element>(params.key)));
-  }
 };
 
 // Copies of the queries of a row tile.
@@ -199,11 +187,11 @@ struct LatentProducerSm90 {
   // blocks take turns copying panels.
   CUTE_DEVICE static void produce_keys(ForwardParams const& params, TensorMap const& map,
                                        Control& control, uint32_t tiles, int columns, int sharers) {
-    int const rank = cluster_rank() % sharers;
-    bool const contiguous = params.key.row_stride == params.shape.head_dim;
+    static_assert(Kernel::kCluster == 2);
+    int const others = sharers - 1;  // 0 or 1: a thread has no time for divisions
+    int const rank = cluster_rank() & others;
     PipelineStage<Kernel::kStages> stage;
     PipelineStage<Kernel::kWorkStages> slot;
-    typename Kernel::Schedule const schedule(params, int(gridDim.x));
     while (true) {
       control.work.wait(slot);
       KeyPart const part = control.parts[slot.index];
@@ -224,38 +212,17 @@ struct LatentProducerSm90 {
         uint32_t const target = Kernel::keys(tiles, stage.index);
         for_each_box(columns, [&](int panel, int box) {
           if (box == 0) arrive_and_expect(barriers.full[panel], KeyTile::kPanelBytes);
-          if ((panel + block) % sharers != rank) return;
+          if (((panel + block) & others) != rank) return;
           load(map, barriers.full[panel],
                target + panel * KeyTile::kPanelBytes + box * kBoxRows * KeyTile::kRowBytes,
                panel * KeyTile::kPanelColumns, rows[box], part.head, batch, sharers);
         });
         stage.advance();
-
-        int const ahead = block + kPrefetched;
-        if (ahead >= part.end || !schedule.has_share(int(blockIdx.x), ahead)) continue;
-        if (contiguous && columns > 0) continue;
-        KeyRows::find(params, control, source, key_length, ahead * kTileKey, rows);
-        if (contiguous) {
-          CUTE_UNROLL
-          for (int box = 0; box < kBoxes; ++box) {
-            int const first = ahead * kTileKey + box * kBoxRows;
-            KeyRows::prefetch(params, source, key_length - first, rows[box]);
-          }
-        } else {
-          for_each_box(columns, [&](int panel, int box) {
-            prefetch_box(map, panel * KeyTile::kPanelColumns, rows[box], part.head, batch);
-          });
-        }
       }
     }
   }
 
  private:
-  // How many KV blocks ahead of its copy a block is prefetched into L2. The copy must wait for a
-  // free buffer, and then both consumers already wait for the block. So one of the CTAs that read
-  // the block prefetches it; otherwise they would wait for DRAM.
-  static constexpr int kPrefetched = 1;
-
   // Copies a box to all CTAs that share it.
   CUTE_DEVICE static void load(TensorMap const& map, uint64_t& arrived, uint32_t target, int column,
                                int row, int head, int batch, int sharers) {
@@ -336,7 +303,6 @@ struct LatentFloat8ProducerSm90 {
           random_sleep();
         }
         stage.advance();
-        if (warp == 0 && block + 1 < part.end) keys.prefetch(params, control, block + 1);
       }
     }
   }
@@ -376,15 +342,6 @@ struct LatentFloat8ProducerSm90 {
           scales[box] = exists ? __ldg(pool.first + page * pool.page_stride) : 0.0f;
         }
       }
-    }
-
-    // Prefetches a KV block into L2 if its rows are contiguous; a lane for each box.
-    CUTE_DEVICE void prefetch(ForwardParams const& params, Control& control, int block) const {
-      int const box = int(threadIdx.x) % kWarpSize;
-      if (params.key.row_stride != params.shape.head_dim || box >= KeyRows::kBoxes) return;
-      int const key = block * kTileKey + box * KeyRows::kBoxRows;
-      int const row = KeyRows::row_of(params, control, source, key_length, key);
-      KeyRows::prefetch(params, source, key_length - key, row);
     }
 
     // Loads the lane's bytes of a panel. Rows beyond the length, and those without a page, are
@@ -813,7 +770,7 @@ struct LatentConsumerSm90 {
                                     block * kTileKey};
     modifiers.forward(scores, tile);
     mask.template apply<kTileQuery, kTileKey>(scores, params, tile, true, 0,
-                                              control.may_miss_pages);
+                                              warp_any(control.may_miss_pages));
     auto const correction = softmax.exponentiate(scores, params.scale.softmax_scale);
     fence_accumulators(scores);
     auto const probabilities = as_left_operand<Element>(scores);

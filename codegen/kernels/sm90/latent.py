@@ -54,9 +54,9 @@ _FLAG_BYTES = 8
 _TILE_PARTS_WORDS = 4
 """``TileParts`` of ffi/include/memeff/params.h."""
 
-_COMBINE_ROWS = 8
-"""The rows of a CTA of the combine kernel. Their loads of a partial result are in flight
-together.
+_COMBINE_ROWS, _COMBINE_SEGMENT_ROWS = 4, 8
+"""The rows of a CTA of the combine kernel, and those of a batch-invariant call. Its loads of eight
+rows, of one or two partial results, are in flight together.
 """
 
 _COMBINE_BLOCKS_PER_SM = 6
@@ -174,7 +174,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         rows = Grid(
             lambda sizes: gqa_row_tiles(sizes, tile.query), most_per_sm=_COMBINE_BLOCKS_PER_SM
         )
-        combine_grid = rows.times(tile.query // _COMBINE_ROWS)
+        combine_grid = rows.times(tile.query // _combine_rows(spec))
         threads = spec.padded_value_dim // 4
         class_name = "FmhaForwardLatentCombine<Config>"
         combine = stage(spec, "combine", class_name, threads, grid=combine_grid)
@@ -184,7 +184,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         constants: dict[str, Constant | CppType] = {
             **super().constants(spec),
             "kCluster": _CLUSTER,
-            "kCombineRows": _COMBINE_ROWS,
+            "kCombineRows": _combine_rows(spec),
             "kCombineBlocksPerSm": _COMBINE_BLOCKS_PER_SM,
         }
         if spec[PAGES].is_invariant:
@@ -222,3 +222,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
             slots = 2 * blocks * rows
             yield Workspace("partial_logsumexp", (slots,))
             yield Workspace("partial_out", (slots, columns))
+
+
+def _combine_rows(spec: KernelSpec) -> int:
+    return _COMBINE_SEGMENT_ROWS if spec[PAGES].is_invariant else _COMBINE_ROWS

@@ -60,6 +60,7 @@ struct FmhaForwardLatentCombine {
   static constexpr int kTileQuery = Config::kTileQuery;
   using Sum = PartialSum<4>;
   static constexpr int kRows = Config::kCombineRows;
+  static constexpr int kPartsInFlight = 8 / kRows;
   static constexpr int kThreads = Config::kValueDim / 4;
   static constexpr int kBlocksPerSm = Config::kCombineBlocksPerSm;
   static_assert(kTileQuery % kRows == 0);
@@ -93,16 +94,15 @@ struct FmhaForwardLatentCombine {
                                   int head, int row) {
     ProblemShape const& shape = params.shape;
     int const tile = row / kTileQuery;
+    // Loaded with the lengths and not after them. A row tile without keys has none.
+    TileParts parts = params.tile_parts[Schedule::index(shape, batch, head, tile)];
     TileRange const keys = mask.key_tiles(tile * kTileQuery, kTileQuery, Config::kTileKey);
-    TileParts parts = {0, 0, 0, 0};
-    if (keys.begin < keys.end) {
-      parts = params.tile_parts[Schedule::index(shape, batch, head, tile)];
-    }
+    if (keys.begin >= keys.end) parts.count = 0;
     Sum sums[kRows];
     CUTE_UNROLL
     for (Sum& sum : sums) sum = Sum::empty();
     if (parts.count > 1) {
-      CUTE_NO_UNROLL
+#pragma unroll kPartsInFlight
       for (int part = 0; part < parts.count; ++part) {
         int const slot = part == 0 ? parts.first_slot : parts.second_slot + (part - 1) * parts.step;
         if constexpr (Schedule::kKeySegments) {
@@ -200,17 +200,22 @@ struct FmhaForwardLatentCombine {
   CUTE_DEVICE static void clear_gaps(ForwardParams const& params) {
     if (params.keeps_gaps) return;
     ProblemShape const& shape = params.shape;
+    auto const has_gap = [&](int first) {
+      int const own = min(first + int(threadIdx.x) % kWarpSize, shape.batch - 1);
+      return !Gap::of_queries<Config>(params, own, queries(params, own)).empty();
+    };
+    bool found = false;
+#pragma unroll 4  // overlaps the loads of lengths
+    for (int first = 0; first < shape.batch; first += kWarpSize) found |= has_gap(first);
+    if (!warp_any(found)) return;
     CUTE_NO_UNROLL
     for (int first = 0; first < shape.batch; first += kWarpSize) {
-      int const own = first + int(threadIdx.x) % kWarpSize;
-      bool has_gap = false;
-      if (own < shape.batch) {
-        has_gap = !Gap::of_queries<Config>(params, own, queries(params, own)).empty();
-      }
-      unsigned gaps = __ballot_sync(0xffffffffu, has_gap);
+      unsigned gaps = __ballot_sync(0xffffffffu, has_gap(first));
+      int const sequences = min(shape.batch - first, kWarpSize);
       CUTE_NO_UNROLL
-      for (; gaps != 0; gaps &= gaps - 1) {
-        int const batch = first + kWarpSize - 1 - __clz(int(gaps & -gaps));
+      for (int i = 0; i < sequences; ++i) {
+        if (!(gaps >> i & 1)) continue;
+        int const batch = first + i;
         CUTE_NO_UNROLL
         for (int head = 0; head < shape.query_heads; ++head) {
           clear_query_gap<Config, kThreads>(params, {int(blockIdx.x), head, batch},

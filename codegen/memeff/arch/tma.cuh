@@ -24,17 +24,6 @@ CUTE_DEVICE void load_box(TensorMap const& map, uint64_t& barrier, uint32_t shar
                                column, row, head, batch);
 }
 
-// Prefetches a box into L2 for a later load_box().
-CUTE_DEVICE void prefetch_box(TensorMap const& map, int column, int row, int head, int batch) {
-  cute::SM90_TMA_LOAD_4D::PREFETCH::copy(&map, column, row, head, batch);
-}
-
-// Prefetches contiguous bytes into L2; address and number are multiples of 16. Hazard: all of them
-// must be allocated.
-CUTE_DEVICE void prefetch_bytes(void const* global, int bytes) {
-  cute::SM90_BULK_COPY_G2S::PREFETCH::copy(global, bytes);
-}
-
 // Starts the copy of `bytes` contiguous bytes, a multiple of 16, to shared memory.
 CUTE_DEVICE void load_tma(void const* global, uint64_t& barrier, uint32_t shared, int bytes) {
   cute::SM90_BULK_COPY_G2S::copy(global, &barrier, shared_pointer(shared), bytes);

@@ -87,11 +87,6 @@ class BalancedKeys {
     return (batch * shape.key_heads + head) * row_tiles(shape) + tile;
   }
 
-  // Whether share `number` of the keys belongs to this CTA, among those that read the same keys.
-  CUTE_DEVICE bool has_share(int cta, int number) const {
-    return number % together_ == cta % together_;
-  }
-
   // Calls use(part) for the parts of a CTA, in order, by all lanes of a warp.
   template <class Use>
   CUTE_DEVICE void for_each_part(int cta, Use use) const {
