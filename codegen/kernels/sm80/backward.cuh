@@ -439,19 +439,7 @@ struct FmhaBackwardSm80 {
 
       auto scores = ScoreGrid::make_accumulators();          // (4, MMA_M, MMA_N)
       auto score_gradient = ScoreGrid::make_accumulators();  // (4, MMA_M, MMA_N)
-      cute::clear(scores);
-      cute::clear(score_gradient);
-      if constexpr (Config::kWarpPairs && kScoreGradient) {
-        Scores::template multiply_in_pairs<QueryTile, KeyTile>(
-            query_tile, shared, shared + kOutOffset, shared + kValueOffset,
-            shared + kExchangeOffset, scores, score_gradient);
-      } else {
-        Scores::template multiply<QueryTile, KeyTile>(query_tile, shared, scores);
-        if constexpr (kScoreGradient) {
-          Scores::template multiply<OutTile, ValueTile>(shared + kOutOffset, shared + kValueOffset,
-                                                        score_gradient);
-        }
-      }
+      multiply(query_tile, shared, scores, score_gradient);
       kv_block.differentiate(modifiers, q_block, buffer, scores, score_gradient);
       if constexpr (Config::kValueGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(shared + kProbabilityOffset, scores);
@@ -491,6 +479,25 @@ struct FmhaBackwardSm80 {
         __syncthreads();  // every thread has read the queries
         kv_block.load_query(q_blocks.at(q_blocks.after(cursor)), 0);
         commit_copies();
+      }
+    }
+  }
+
+  // S = Q K^T and dP = dO V^T.
+  template <class Accumulators>
+  CUTE_DEVICE static void multiply(uint32_t query_tile, uint32_t shared, Accumulators& scores,
+                                   Accumulators& score_gradient) {
+    cute::clear(scores);
+    cute::clear(score_gradient);
+    if constexpr (Config::kWarpPairs && kScoreGradient) {
+      Scores::template multiply_in_pairs<QueryTile, KeyTile>(
+          query_tile, shared, shared + kOutOffset, shared + kValueOffset, shared + kExchangeOffset,
+          scores, score_gradient);
+    } else {
+      Scores::template multiply<QueryTile, KeyTile>(query_tile, shared, scores);
+      if constexpr (kScoreGradient) {
+        Scores::template multiply<OutTile, ValueTile>(shared + kOutOffset, shared + kValueOffset,
+                                                      score_gradient);
       }
     }
   }
