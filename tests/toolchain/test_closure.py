@@ -22,6 +22,7 @@ from jax_memeff.codegen.features import (
     DROPOUT,
     FEATURES,
     FUNCTIONS,
+    KEYS,
     LENGTHS,
     PACKED,
     SEGMENTS,
@@ -160,9 +161,9 @@ def assert_registers_suffice(arch, directory):
 def test_the_samples_of_a_cycle_have_every_module_and_every_feature():
     specs = covering_sample()
     assert {spec.kernel.stem for spec in specs} == {kernel.stem for kernel in KERNELS}
-    # Every kernel has lengths, and kernels of functions, which alone have the delta kernel, cannot
-    # be listed; tests/functions has those.
-    others = {LENGTHS.name, FUNCTIONS.name, DELTA_FROM_SCORES.name}
+    # Every kernel has lengths, none reads lists of keys, and kernels of functions, which alone have
+    # the delta kernel, cannot be listed; tests/functions has those.
+    others = {LENGTHS.name, KEYS.name, FUNCTIONS.name, DELTA_FROM_SCORES.name}
     compiled = {feature.name for feature in FEATURES} - others
     assert compiled <= set().union(*map(covered, specs))
 
