@@ -249,6 +249,17 @@ def test_the_page_is_short():
     assert len(prose.split()) <= 600
 
 
+def test_the_page_names_the_versions_of_the_results(documents):
+    names = {"jax": "JAX", "nvidia-cudnn-cu13": "cuDNN", "torch": "PyTorch"}
+    names["flash-attn-4"] = "FlashAttention-4"
+    page = " ".join(PAGE.read_text().split())
+    for versions in (x["versions"] for x in documents if x["device"]["platform"] == "gpu"):
+        for package, name in names.items():
+            if package in versions:
+                named = re.search(rf"{name} (\d\S*\d)[ ,.]", page)
+                assert named and versions[package].startswith(named[1]), (package, named)
+
+
 def test_the_extract_has_its_rows_and_counts_all_figures(overview, monkeypatch):
     groups = overview.groups(DOCUMENTS)
     monkeypatch.setattr(overview.text, "EXTRACT", {"H100": ("main grid",)})
