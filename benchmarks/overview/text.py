@@ -22,10 +22,9 @@ EXTRACT = {
 }
 """The rows of the README, by device. Those of CPUs follow."""
 LEGEND = (
-    "A *ratio* is the time of the fastest peer divided by ours: above 1 we are faster, and a "
-    "**bold** ratio is a loss. Times are µs of a call. Above each table stand the mean ratios to "
-    "each peer, forward and then forward + backward, and the numbers of cells in which it has a "
-    "figure."
+    "A *ratio* is the time of the fastest peer divided by ours; a **bold** one is a loss. Times "
+    "are µs of a call. Above each table stand the mean ratios to each peer, forward and then "
+    "forward + backward, and the numbers of its cells."
 )
 
 

@@ -82,8 +82,8 @@ class Mask(Feature[MaskKind, MaskKind]):
             nargs="?",
             const=NO_BOUND,
             metavar="LEFT",
-            help="a causal window: a row attends to at most LEFT keys before its own. No kernel "
-            "depends on the number",
+            help="a causal window: a row attends to at most LEFT keys before its own, by default "
+            "to all. Kernels take the number at run time",
         )
 
     def from_flags(self, flags: argparse.Namespace) -> MaskKind:

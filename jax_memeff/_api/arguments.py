@@ -96,7 +96,7 @@ _OF_OTHER_LIBRARIES = {
     "sm_scale": "scale",
     "softcap": "logits_soft_cap",
     "softmax_scale": "scale",
-    "window_size": _WINDOW,
+    "window_size": f"{_WINDOW}, None for no bound",
 }
 """The replacements for arguments of FlashAttention, FlexAttention, xFormers and PyTorch."""
 

@@ -249,6 +249,17 @@ def test_the_page_is_short():
     assert len(prose.split()) <= 600
 
 
+def test_the_page_names_the_versions_of_the_results(documents):
+    names = {"jax": "JAX", "nvidia-cudnn-cu13": "cuDNN", "torch": "PyTorch"}
+    names["flash-attn-4"] = "FlashAttention-4"
+    page = " ".join(PAGE.read_text().split())
+    for versions in (x["versions"] for x in documents if x["device"]["platform"] == "gpu"):
+        for package, name in names.items():
+            if package in versions:
+                named = re.search(rf"{name} (\d\S*\d)[ ,.]", page)
+                assert named and versions[package].startswith(named[1]), (package, named)
+
+
 def test_the_extract_has_its_rows_and_counts_all_figures(overview, monkeypatch):
     groups = overview.groups(DOCUMENTS)
     monkeypatch.setattr(overview.text, "EXTRACT", {"H100": ("main grid",)})
@@ -330,3 +341,6 @@ def test_figures_in_the_prose_of_the_readme_are_those_of_the_results():
         rf"{RATIO} times as fast as `jax.nn` .{{,40}} {RATIO} times .{{,40}} "
         rf"\({RATIO} at worst, two threads"
     ) == cells("plain JAX (Intel Xeon on 2 threads)", 1, 3, 2)
+    *others, best = sorted(ratios("intel-xeon-on-2-threads-cpu", "jax_xla", direction="forward"))
+    pattern = rf"(\d+) at best, .{{,20}} padding, without which forwards have {RATIO}\)"
+    assert stated(pattern) == [round(best), mean(others)]

@@ -23,6 +23,7 @@ STARTS = np.array([0, 4])
         ("dropout_p", "pass dropout_rate and dropout_key"),
         ("attn_mask", "pass mask if it is boolean, else bias"),
         ("mask_mod", r"pass mask=jax_memeff.Mask.function\(mask_mod\)"),
+        ("window_size", r"pass mask=jax_memeff.Mask.window\(.*, None for no bound"),
         ("segment_ids", r"pass mask=jax_memeff.Mask.segments\("),
         ("causal", 'pass is_causal, or mask=jax_memeff.Mask.causal\\("bottom_right"\\)'),
     ],

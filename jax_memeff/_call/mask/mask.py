@@ -49,7 +49,15 @@ class Mask(Conditions):
     Array([[1, 0, 0],
            [1, 1, 0],
            [1, 1, 0]], dtype=int32)
+    >>> mask
+    Mask(key_lengths, top_left=(None, 0))
     """
+
+    def __repr__(self) -> str:
+        """The kinds of conditions, and the bounds of windows, without the arrays."""
+        windows = {"top_left": self.top_left, "bottom_right": self.bottom_right}
+        bounds = [f"{name}=({w.left}, {w.right})" for name, w in windows.items() if w is not None]
+        return f"Mask({', '.join(sorted(self.kinds() - windows.keys()) + bounds)})"
 
     @staticmethod
     def causal(alignment: Alignment = "top_left") -> Mask:
@@ -74,7 +82,8 @@ class Mask(Conditions):
 
         Raises:
             TypeError: a bound is not an integer.
-            ValueError: the alignment is neither of the two, or a traced bound is not a scalar.
+            ValueError: the alignment is neither of the two, a traced bound is not a scalar, or the
+                bounds are static and no column lies between them.
 
         >>> Mask.window(1, 0).as_array(1, 1, 3, 3)[0, 0].astype(int)
         Array([[1, 0, 0],
@@ -89,6 +98,12 @@ class Mask(Conditions):
                 for side, bound in (("left", left), ("right", right))
             )
             window = Window.of(*fixed)
+            if window.is_empty:
+                raise ValueError(
+                    f"window must have left + right of at least 0, got left={left}, right={right}, "
+                    "with which no row attends to anything; pass None for no bound (FlashAttention "
+                    "has -1)"
+                )
             mask = Mask(top_left=window) if name == "top_left" else Mask(bottom_right=window)
             if traced is None:
                 return mask

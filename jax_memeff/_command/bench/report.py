@@ -31,7 +31,7 @@ def title(case: Case) -> str:
 def table(figures: Sequence[Figure]) -> Table:
     """A row for each path and direction."""
     found = tables.new_table(
-        "path", "direction", "ms", "speed of jax-memeff / it", "temporary MiB", "difference", "note"
+        "path", "direction", "ms", "speedup of jax-memeff", "temporary MiB", "difference", "note"
     )
     ours = {figure.direction: figure for figure in figures if figure.path == OURS}
     for figure in figures:
