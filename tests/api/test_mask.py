@@ -166,13 +166,6 @@ def test_constructors_refuse_bad_arguments():
         Mask.boolean(np.ones((1,) * 5, bool))
 
 
-@pytest.mark.parametrize(("left", "right"), [(-1, 0), (-1, -1), (3, -4)])
-def test_a_window_without_columns_is_an_error(left, right):
-    """FlashAttention's -1 means no bound."""
-    with pytest.raises(ValueError, match=r"left \+ right of at least 0, got .*; pass None for no"):
-        Mask.window(left, right, "bottom_right")
-
-
 def test_a_mask_prints_without_its_arrays():
     mask = Mask.window(4, 0) & Mask.boolean(jnp.ones((64, 64), bool)) | Mask.causal("bottom_right")
     assert repr(mask & Mask.window(9, None)) == "Mask(function, top_left=(9, None))"

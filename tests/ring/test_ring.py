@@ -214,7 +214,7 @@ def pairs_of_chunks(layout: str, devices: int, mask: Mask, rows: int, columns: i
 )
 def test_steps_are_exactly_the_products_that_are_not_masked(layout, devices, left, right):
     rows, columns = 4, 6
-    mask = Mask(top_left=Window(left, right))
+    mask = Mask.window(left, right)
     chunks = 2 if layout == "zigzag" else 1
     plan = steps(layout, devices, rows * chunks, columns * chunks, Window(left, right))
     for rank, expected in enumerate(pairs_of_chunks(layout, devices, mask, rows, columns)):

@@ -77,13 +77,13 @@ class Mask(Conditions):
 
         ``d`` is 0 for ``"top_left"``, and ``key length - query length`` of the batch index for
         ``"bottom_right"``. Bounds may be negative: with ``Mask.window(4, -2)``, row t attends to
-        ``t - 4`` to ``t - 2``. They may be traced, so that layers of one ``jax.lax.scan`` can have
-        different windows; a large number then means no bound.
+        ``t - 4`` to ``t - 2``, and with ``Mask.window(-1, 0)`` to nothing: FlashAttention's -1 is
+        None here. They may be traced, so that layers of one ``jax.lax.scan`` can have different
+        windows; a large number then means no bound.
 
         Raises:
             TypeError: a bound is not an integer.
-            ValueError: the alignment is neither of the two, a traced bound is not a scalar, or the
-                bounds are static and no column lies between them.
+            ValueError: the alignment is neither of the two, or a traced bound is not a scalar.
 
         >>> Mask.window(1, 0).as_array(1, 1, 3, 3)[0, 0].astype(int)
         Array([[1, 0, 0],
@@ -98,12 +98,6 @@ class Mask(Conditions):
                 for side, bound in (("left", left), ("right", right))
             )
             window = Window.of(*fixed)
-            if window.is_empty:
-                raise ValueError(
-                    f"window must have left + right of at least 0, got left={left}, right={right}, "
-                    "with which no row attends to anything; pass None for no bound (FlashAttention "
-                    "has -1)"
-                )
             mask = Mask(top_left=window) if name == "top_left" else Mask(bottom_right=window)
             if traced is None:
                 return mask

@@ -35,11 +35,6 @@ class Window:
 
         return Window(smaller(self.left, other.left), smaller(self.right, other.right))
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no row attends to any column."""
-        return self.left is not None and self.right is not None and self.left + self.right < 0
-
     def traced(self) -> TracedWindow:
         """The same window with bounds that are data, aligned top-left."""
         own = self.clamped(_MOST_TRACED)
