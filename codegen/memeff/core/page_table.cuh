@@ -80,9 +80,13 @@ struct PageTable<Config, true> : FirstKey<Config> {
 
   // Hazard: never call it for keys beyond the length of the sequence, because the table may end
   // there. Returns the row of the pool for a key, or -1 if its page is outside the pool.
-  CUTE_DEVICE int row(int key) const { return row_of(entry(key), key); }
+  CUTE_DEVICE int row(int key) const {
+    int const page = entry(key);
+    return unsigned(page) < unsigned(pages) ? page * kPageSize + int(unsigned(key) % kPageSize)
+                                            : -1;
+  }
 
-  // The entry for a key, and the row if it has this entry.
+  // The entry for a key, and its row if it has this entry.
   CUTE_DEVICE int entry(int key) const { return __ldg(entries + unsigned(key) / kPageSize); }
   CUTE_DEVICE int row_of(int page, int key) const {
     return unsigned(page) < unsigned(pages) ? page * kPageSize + int(unsigned(key) % kPageSize)
@@ -133,8 +137,10 @@ class PageWindow<Config, kKeys, true, false> {
   // The row of the pool for a key of the window, or -1 if its page is outside the pool. Every lane
   // calls it, each for a key of its own.
   CUTE_DEVICE int row(int key) const {
-    return table_.row_of(
-        __shfl_sync(0xffffffffu, current_, int(unsigned(key) / kPageSize) - first_), key);
+    int const page = __shfl_sync(0xffffffffu, current_, int(unsigned(key) / kPageSize) - first_);
+    return unsigned(page) < unsigned(table_.pages)
+               ? page * kPageSize + int(unsigned(key) % kPageSize)
+               : -1;
   }
 
   // See FirstKey.

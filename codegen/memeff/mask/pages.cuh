@@ -12,40 +12,39 @@ namespace memeff {
 template <class Config, class Grid>
 struct PageMask {
   // Masks the tile of kColumns columns at `at`; the interval mask has masked columns from
-  // column_bound on already. Each lane checks a part of a page, or several small ones, so a table
-  // without invalid entries costs a few votes.
+  // column_bound on already.
   template <int kColumns, class Accumulators, class Params>
   CUTE_DEVICE static void apply(Accumulators& scores, Params const& params,
                                 ScoreTilePosition const& at, int column_bound) {
     if constexpr (PageTable<Config>::kPaged) {
-      constexpr int kStep = PageTable<Config>::kStep;
-      constexpr int kWords = ceil_div(kColumns, kWarpSize * kStep);
       PageTable<Config> const table(params, at.batch);
-      int const bound = min(kColumns, column_bound);
-      unsigned parts[kWords];
-      unsigned any = 0;
+      mask_from<0, kColumns>(scores, table, at, min(kColumns, column_bound));
+    }
+  }
+
+ private:
+  // Masks the columns from kFirst on. Each lane checks one part of a page, so a table without
+  // invalid entries costs a vote, or several if pages are small.
+  template <int kFirst, int kColumns, class Accumulators>
+  CUTE_DEVICE static void mask_from(Accumulators& scores, PageTable<Config> const& table,
+                                    ScoreTilePosition const& at, int bound) {
+    constexpr int kStep = PageTable<Config>::kStep;
+    constexpr int kEnd = kFirst + kWarpSize * kStep;
+    if constexpr (kEnd < kColumns) mask_from<kEnd, kColumns>(scores, table, at, bound);
+    int const own = thread_index() % kWarpSize * kStep + kFirst;
+    bool const missing = own < bound && table.row(at.column + own) < 0;
+    unsigned const parts = __ballot_sync(0xffffffffu, missing);
+    if (parts == 0) return;
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(scores); ++m) {
       CUTE_UNROLL
-      for (int word = 0; word < kWords; ++word) {
-        int const own = (word * kWarpSize + thread_index() % kWarpSize) * kStep;
-        bool const missing = own < bound && table.row(at.column + own) < 0;
-        parts[word] = __ballot_sync(0xffffffffu, missing);
-        any |= parts[word];
-      }
-      if (any == 0) return;
-      CUTE_UNROLL
-      for (int m = 0; m < cute::size<1>(scores); ++m) {
+      for (int n = 0; n < cute::size<2>(scores); ++n) {
         CUTE_UNROLL
-        for (int n = 0; n < cute::size<2>(scores); ++n) {
-          CUTE_UNROLL
-          for (int i = 0; i < 4; ++i) {
-            int const part = Grid::element_column(i, n, thread_index()) / kStep;
-            CUTE_UNROLL
-            for (int word = 0; word < kWords; ++word) {
-              int const bit = part - word * kWarpSize;
-              bool const has_bit = kWords == 1 || unsigned(bit) < kWarpSize;
-              if (has_bit && (parts[word] >> bit & 1)) scores(i, m, n) = -infinity();
-            }
-          }
+        for (int i = 0; i < 4; ++i) {
+          int const column = Grid::element_column(i, n, thread_index());
+          bool const is_checked =
+              kColumns <= kWarpSize * kStep || (column >= kFirst && column < kEnd);
+          if (is_checked && (parts >> (column - kFirst) / kStep & 1)) scores(i, m, n) = -infinity();
         }
       }
     }
@@ -67,7 +66,8 @@ struct MissingPages<true> {
   CUTE_DEVICE void init_missing() { found = false; }
   // The producer calls it before the KV block is complete.
   CUTE_DEVICE void mark_missing() { found = true; }
-  CUTE_DEVICE bool may_miss() const { return found; }
+  // Hazard: the producer may set it for a later block between the reads of two lanes.
+  CUTE_DEVICE bool may_miss() const { return warp_any(found); }
 };
 
 }  // namespace memeff
