@@ -16,23 +16,25 @@ struct GatheredRows {
 
   // Loads the entries of the page table for the keys from `first` on.
   CUTE_DEVICE void load(PageTable<Config> const& pages, int first, int key_length) {
+    int const lane_key = first + int(threadIdx.x % kWarpSize);
     CUTE_UNROLL
     for (int i = 0; i < kOwn; ++i) {
-      int const key = first + own(i);
+      int const key = lane_key + i * kWarpSize;
       rows[i] = key < key_length ? pages.entry(key) : -1;
     }
   }
 
   // Finds the rows in these entries. Returns whether a page is missing.
   CUTE_DEVICE bool find(PageTable<Config> const& pages, int first, int key_length) {
-    bool missing = false;
+    int const lane_key = first + int(threadIdx.x % kWarpSize);
+    int const left = key_length - lane_key;
+    int lowest = 0;
     CUTE_UNROLL
     for (int i = 0; i < kOwn; ++i) {
-      int const key = first + own(i);
-      rows[i] = pages.row_of(rows[i], key);
-      missing = missing || (key < key_length && rows[i] < 0);
+      rows[i] = pages.row_of(rows[i], lane_key + i * kWarpSize);
+      lowest = min(lowest, left > i * kWarpSize ? rows[i] : 0);
     }
-    return missing;
+    return lowest < 0;
   }
 
   // Starts the copies of `columns` columns, from that of `pool` on, which points to row 0 of the
@@ -72,9 +74,6 @@ struct GatheredRows {
       for (int i = 1; i < kOwn; ++i) own[i - 1] = own[i];
     }
   }
-
- private:
-  CUTE_DEVICE static int own(int i) { return i * kWarpSize + int(threadIdx.x) % kWarpSize; }
 };
 
 }  // namespace memeff
