@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+
 @dataclasses.dataclass(frozen=True)
 class Load:
     """The sizes of a server and of its requests."""

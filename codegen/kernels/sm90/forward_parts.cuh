@@ -73,10 +73,11 @@ struct MappedOperands {
   // The product of scores waits for the product with the previous KV block's values. A consumer
   // without registers for both overlaps only with the products of other consumers.
   static constexpr bool kSequential = false;
-  // The warps that copy from small pages spill with fewer than 40. With three consumers, 40 would
-  // leave them eight less.
+  // Warps that copy from small pages need more than threads that start TMA copies. 40 registers take
+  // none from two consumers, but eight from each of three.
   static constexpr int kProducerRegisters =
-      kSmallPages<Config> && consumer_registers<kThreads, 40>() == consumer_registers<kThreads, 32>()
+      kSmallPages<Config> &&
+              consumer_registers<kThreads, 40>() == consumer_registers<kThreads, 32>()
           ? 40
           : 32;
 

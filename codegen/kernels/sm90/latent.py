@@ -112,6 +112,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     own_problems = tuple(
         ((HEAD_DIM, VALUE_DIM), {"packed": True, "pages": asked, **mask})
         for asked in (
+            AskedPages(1, is_latent=True),
             AskedPages(64, is_latent=True),
             AskedPages(64, is_latent=True, is_invariant=True),
             *(AskedPages(64, "f8e4m3", is_latent=True, key_scale=scale) for scale in SCALES),

@@ -221,7 +221,8 @@ class PageWindow<Config, kKeys, true, true> {
  private:
   static constexpr int kPages = kKeys / kPageSize;
   static constexpr int kCopied = Config::kStages > 3 ? 4 : 2;  // KV blocks that are ahead, or more
-  static_assert(kKeys % kPageSize == 0 && is_power_of_two(kPages) && Config::kStages - 1 <= kCopied);
+  static_assert(kKeys % kPageSize == 0 && is_power_of_two(kPages) &&
+                Config::kStages - 1 <= kCopied);
   static constexpr int kBlocks = kCopied * kPages > kWarpSize ? kCopied : kWarpSize / kPages;
   static constexpr int kEntries = kBlocks * kPages / kWarpSize;  // of a lane
   static constexpr int kOwn = ceil_div(kPages, kWarpSize);       // of a lane, of one KV block

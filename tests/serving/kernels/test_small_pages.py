@@ -22,9 +22,7 @@ from jax_memeff.errors import UnsupportedError
 STEPS = Case((100, 317, 21, 1, 0, 150, 513), (1,) * 7, heads=(8, 2))
 CHUNKS = dataclasses.replace(STEPS, counts=(100, 130, 5, 1, 3, 7, 64), heads=(4, 2))
 PROMPTS = dataclasses.replace(CHUNKS, query_rows=None)
-LATENT = Case(
-    (300, 70, 5, 0, 129), (1, 3, 7, 2, 1), heads=(16, 1), dims=(576, 512), is_latent=True
-)
+LATENT = Case((300, 70, 5, 0, 129), (1, 3, 7, 2, 1), heads=(16, 1), dims=(576, 512), is_latent=True)
 _FREED = {"features": ("is_causal", "local_window_size"), "frees_pages": True}
 _INVARIANT = ("is_causal", "batch_invariant")
 
@@ -185,5 +183,5 @@ def test_kernels(case, assert_close):
 def test_what_is_refused(scales):
     asked = AskedPages(4, "f8e4m3", key_scale=scales[0], value_scale=scales[1])
     problem = Problem("forward", "bf16", 128, 128, "sm_90a", {"packed": True, "pages": asked})
-    with pytest.raises(UnsupportedError, match="at least 16 keys by a scale of a page.*have 4"):
+    with pytest.raises(UnsupportedError, match=r"at least 16 keys by a scale of a page.*have 4"):
         select(problem)

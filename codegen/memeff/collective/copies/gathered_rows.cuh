@@ -53,7 +53,8 @@ struct GatheredRows {
     int own[kOwn];
     CUTE_UNROLL
     for (int i = 0; i < kOwn; ++i) own[i] = rows[i];
-    CUTE_NO_UNROLL  // the producer has few registers
+    // Unrolled, it would take more registers than the producer has.
+    CUTE_NO_UNROLL
     for (int begin = 0; begin < kKeys; begin += kWarpSize) {
       CUTE_UNROLL
       for (int first = 0; first < kWarpSize; first += kStepRows) {
