@@ -73,8 +73,8 @@ struct MappedOperands {
   // The product of scores waits for the product with the previous KV block's values. A consumer
   // without registers for both overlaps only with the products of other consumers.
   static constexpr bool kSequential = false;
-  // Warps that copy from small pages need more than threads that start TMA copies. 40 registers take
-  // none from two consumers, but eight from each of three.
+  // Warps that copy from small pages need more than threads that start TMA copies. 40 registers
+  // take none from two consumers, but eight from each of three.
   static constexpr int kProducerRegisters =
       kSmallPages<Config> &&
               consumer_registers<kThreads, 40>() == consumer_registers<kThreads, 32>()
