@@ -40,16 +40,17 @@ def test_completions_are_equal_and_files_are_left(example, weights, capsys):
     assert (weights / "completions.txt").read_text(encoding="utf-8").count("--- ") >= 8
 
 
-@pytest.mark.parametrize("page_size", [16, 1])
-def test_a_full_pool(example, weights, page_size):
+def test_pages_of_one_token(example, weights, capsys):
+    arguments = ["--preset", "tiny", "--page-size", "1", "--output", str(weights)]
+    assert example.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "8 of 8 completions equal those without a cache" in printed
+    assert "of 224 pages in use" in printed
+
+
+def test_a_full_pool(example, weights):
     """Requests wait until completions free their pages, and results are still equal."""
-    load = dataclasses.replace(
-        example.LOADS["tiny"],
-        pages=96 // page_size,
-        page_size=page_size,
-        requests=12,
-        arrivals=3.0,
-    )
+    load = dataclasses.replace(example.LOADS["tiny"], pages=6, requests=12, arrivals=3.0)
     preset = example.PRESETS["tiny"]
     path = weights / "weights_tiny_0.npz"
     graph, parameters = example.trained(preset, load.training_steps, 0, path)

@@ -249,8 +249,8 @@ struct LatentProducerSm90 {
 // Producer warps for small pages, whose rows they copy one by one.
 
 // The kernel calls produce_keys() with one warp per column group, in place of a thread of
-// LatentProducerSm90. A warp copies every third panel of a KV block. CTAs do not share keys, because
-// only TMA writes to several of them.
+// LatentProducerSm90. A warp copies every third panel of a KV block. CTAs do not share keys,
+// because only TMA writes to several of them.
 template <class Config, class Kernel>
 struct LatentGatherProducerSm90 {
   using Element = typename Config::Element;
