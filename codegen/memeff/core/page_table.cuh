@@ -63,6 +63,7 @@ struct PageTable {
 template <class Config>
 struct PageTable<Config, true> : FirstKey<Config> {
   static constexpr bool kPaged = true;
+  static constexpr bool kEndsAtLength = true;  // row() must not be called for keys beyond it
   static constexpr int kPageSize = Config::kPageSize;
   static constexpr int kStep = kPageStep<Config>;
   static_assert(kPageSize % kStep == 0 && 16 % kStep == 0);
@@ -114,6 +115,7 @@ template <class Config, int kKeys>
 class PageWindow<Config, kKeys, true, false> {
  public:
   static constexpr bool kPaged = true;
+  static constexpr bool kEndsAtLength = true;
   static constexpr int kPageSize = Config::kPageSize;
   static constexpr int kStep = kPageStep<Config>;
   static constexpr bool kFirstKey = PageTable<Config>::kFirstKey;
@@ -169,6 +171,7 @@ template <class Config, int kKeys>
 class PageWindow<Config, kKeys, true, true> {
  public:
   static constexpr bool kPaged = true;
+  static constexpr bool kEndsAtLength = false;
   static constexpr int kPageSize = Config::kPageSize;
   static constexpr int kStep = kPageStep<Config>;
   static constexpr bool kFirstKey = PageTable<Config>::kFirstKey;
@@ -184,9 +187,11 @@ class PageWindow<Config, kKeys, true, true> {
       bool missing = false;
       CUTE_UNROLL
       for (int i = 0; i < kEntries; ++i) {
-        current_[i] = first == first_ + kBlocks ? next_[i] : load(first_key, i);
+        int const page = first == first_ + kBlocks ? next_[i] : load(first_key, i);
         next_[i] = load(first_key + kBlocks * Config::kTileKey, i);
-        missing = missing || unsigned(current_[i]) >= unsigned(table_.pages);
+        bool const exists = unsigned(page) < unsigned(table_.pages);
+        current_[i] = exists ? page * kPageSize : kMissing;
+        missing = missing || !exists;
       }
       first_ = first;
       may_miss_ |= __any_sync(0xffffffffu, missing);
@@ -203,16 +208,17 @@ class PageWindow<Config, kKeys, true, true> {
     }
   }
 
-  // The row of the pool for one of the kKeys keys of the KV block, or -1.
+  // The row of the pool for one of the kKeys keys of the KV block, or a negative number. The key
+  // may be beyond the length.
   CUTE_DEVICE int row(int key) const {
     unsigned const page_of_block = unsigned(key - key_) / kPageSize;
-    int page = shuffled(own_[0], page_of_block);
+    int first = shuffled(own_[0], page_of_block);
     CUTE_UNROLL
     for (int i = 1; i < kOwn; ++i) {
       int const other = shuffled(own_[i], page_of_block);
-      if (page_of_block / kWarpSize == i) page = other;
+      if (page_of_block / kWarpSize == i) first = other;
     }
-    return table_.row_of(page, key);
+    return first + int(unsigned(key) % kPageSize);
   }
 
   CUTE_DEVICE bool needs(int key) const { return table_.needs(key); }
@@ -226,6 +232,7 @@ class PageWindow<Config, kKeys, true, true> {
   static constexpr int kBlocks = kCopied * kPages > kWarpSize ? kCopied : kWarpSize / kPages;
   static constexpr int kEntries = kBlocks * kPages / kWarpSize;  // of a lane
   static constexpr int kOwn = ceil_div(kPages, kWarpSize);       // of a lane, of one KV block
+  static constexpr int kMissing = -kPageSize;                    // all rows of such a page are < 0
 
   CUTE_DEVICE int shuffled(int entry, unsigned page_of_block) const {
     return __shfl_sync(0xffffffffu, entry, int((place_ + page_of_block) % kWarpSize));
@@ -241,11 +248,11 @@ class PageWindow<Config, kKeys, true, true> {
   PageTable<Config> table_;
   int last_;
   int first_ = -2 * kBlocks;  // KV block of the window
-  int current_[kEntries];
-  int next_[kEntries];
-  int own_[kOwn];  // of the KV block
-  int key_ = 0;    // the first of the KV block
-  int place_ = 0;  // in the window
+  int current_[kEntries];     // the first rows of pages
+  int next_[kEntries];        // entries of the table
+  int own_[kOwn];             // those of current_ in the KV block
+  int key_ = 0;               // the first of the KV block
+  int place_ = 0;             // in the window
   bool may_miss_ = false;
 };
 

@@ -78,12 +78,15 @@ struct TileLoader {
     for (int i = 0; i < kParts; ++i) {
       int const part = i * kPartPasses * kThreadRows + thread_row / kStep * kStep;
       // A branch for keys beyond the bound would cost more than reading the last entry again.
-      int const row = pages.row(max(min(first + part, bound - 1), 0));
+      int const key = Pages::kEndsAtLength ? max(min(first + part, bound - 1), 0) : first + part;
+      int const row = pages.row(key);
       found[i] = row < 0 ? row : row + thread_row % kStep;
     }
     CUTE_UNROLL
     for (int i = 0; i < kParts; ++i) {
-      char const* source = pool + max(found[i], 0) * row_bytes + thread_chunk * 16;
+      unsigned long long const offset =
+          (unsigned long long)unsigned(max(found[i], 0)) * unsigned(row_bytes);
+      char const* source = pool + offset + thread_chunk * 16;
       CUTE_UNROLL
       for (int pass = i * kPartPasses; pass < (i + 1) * kPartPasses && pass < kPasses; ++pass) {
         int const row = thread_row + pass * kThreadRows;
