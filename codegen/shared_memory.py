@@ -15,6 +15,8 @@ PIPELINE_BYTES = 2 * BARRIER_BYTES
 """The barriers of one buffer: full and empty."""
 MOST_DIAGONAL_READS = 2
 """A score function with more reads along diagonals does not pass them through shared memory."""
+FLAG_BYTES = 8
+"""A boolean and its padding."""
 STATISTICS_BYTES = 8
 """Two f32 for each row: logsumexp and the sum of dO * O, or maximum and sum."""
 

@@ -33,7 +33,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, Progress, TextColumn
 from serve_model import Pools, copied_page, next_tokens, trained, without_cache
-from serve_requests import LOADS, PAGE_SIZE, Load, Request, random_requests
+from serve_requests import LOADS, Load, Request, random_requests
 from train_gpt import PRESETS, Preset
 from training_text import standard_library_text
 
@@ -47,8 +47,8 @@ class Server:
         self, graph: Any, parameters: Any, preset: Preset, load: Load, implementation: Any
     ):
         self.load, self.parameters = load, parameters
-        self.pool = PagePool(load.pages, PAGE_SIZE)
-        shape = (load.pages, PAGE_SIZE, preset.heads, preset.width // preset.heads)
+        self.pool = PagePool(load.pages, load.page_size)
+        shape = (load.pages, load.page_size, preset.heads, preset.width // preset.heads)
         self.pools: Pools = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(preset.layers)]
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []
@@ -91,8 +91,8 @@ class Server:
             if prefix is not None:
                 if prefix.cached < prefix.prompt:
                     return
-                common = prefix.prompt // PAGE_SIZE
-            needed = len(request.tokens) // PAGE_SIZE + 1 - common
+                common = prefix.prompt // self.load.page_size
+            needed = len(request.tokens) // self.load.page_size + 1 - common
             # Leave one page for each running sequence, so that none is preempted at once.
             if self.running and self.pool.free_pages < needed + len(self.running):
                 return
@@ -219,16 +219,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and fill in the name of the preset."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--preset", choices=sorted(LOADS), help="default: by platform")
-    parser.add_argument("--pages", type=int, help="pages of the pool; default: the preset's")
+    parser.add_argument("--pages", type=int, help="pages of the pool; default: the preset's tokens")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens in a page")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--implementation", choices=("cuda", "xla"), help="as in paged_attention")
     parser.add_argument("--output", type=Path, default=Path("serve_output"))
     options = parser.parse_args(arguments)
     options.preset = options.preset or ("gpu" if jax.default_backend() == "gpu" else "cpu")
     load = LOADS[options.preset]
+    try:
+        PagePool(1, options.page_size)
+    except ValueError as error:
+        parser.error(f"--page-size: {error}")
+    tokens = load.pages * load.page_size
+    load = dataclasses.replace(load, page_size=options.page_size)
     # The longest sequence must fit beside the prefixes, otherwise it would wait forever.
-    least = load.max_pages + sum(-(-length // PAGE_SIZE) for length in load.prefixes)
-    options.pages = load.pages if options.pages is None else options.pages
+    least = load.max_pages + sum(-(-length // load.page_size) for length in load.prefixes)
+    options.pages = tokens // load.page_size if options.pages is None else options.pages
     if options.pages < least:
         parser.error(f"--pages: expected at least {least}, got {options.pages}")
     return options
@@ -237,7 +244,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Train, serve, compare, report; returns the exit status."""
     options = parse(arguments)
-    load = dataclasses.replace(LOADS[options.preset], pages=options.pages)
+    load = dataclasses.replace(
+        LOADS[options.preset], pages=options.pages, page_size=options.page_size
+    )
     # In float32 rounding is small enough that both computations agree in the most likely token.
     preset = dataclasses.replace(PRESETS[options.preset], dtype="float32")
     options.output.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ import jax_memeff
 from jax_memeff.flax import rotary_embedding
 
 Pools = list[tuple[jax.Array, jax.Array]]
-"""Keys and values of each layer, [pages, PAGE_SIZE, heads, head_dim]."""
+"""Keys and values of each layer, [pages, page_size, heads, head_dim]."""
 
 
 def next_tokens(

@@ -6,8 +6,6 @@ import dataclasses
 
 import numpy as np
 
-PAGE_SIZE = 16
-
 
 @dataclasses.dataclass(frozen=True)
 class Load:
@@ -27,6 +25,7 @@ class Load:
     arrivals: float
     """The average number of requests that arrive in a step."""
     training_steps: int
+    page_size: int = 16
 
     @property
     def longest(self) -> int:
@@ -35,7 +34,7 @@ class Load:
 
     @property
     def max_pages(self) -> int:
-        return -(-self.longest // PAGE_SIZE)
+        return -(-self.longest // self.page_size)
 
 
 LOADS = {

@@ -26,8 +26,13 @@ PoolScale = Literal["none", "heads", "pages"]
 """The scale of a float8 pool: 1, one for each key head, or one for each page and key head."""
 SCALES: tuple[PoolScale, ...] = ("none", "heads", "pages")
 
+SMALL_SIZES = (1, 2, 4, 8)
+"""The sizes of small pages (``kSmallPages`` of the kernels)."""
+
 MULTIPLE = 16
-"""Page sizes are multiples of this: ``kPageStep`` of the kernels, which their source asserts."""
+"""Other page sizes are multiples of this."""
+
+SIZES = f"{', '.join(map(str, SMALL_SIZES))} or a multiple of {MULTIPLE}"
 
 INVARIANT_COLUMNS = 256
 """If results are batch invariant, sums over keys are formed in segments of this length, which begin
@@ -36,6 +41,11 @@ at its multiples."""
 _MOST_SEGMENT_BYTES = 1 << 27
 
 _XLA = "pass implementation='xla'"
+
+
+def is_size(size: int) -> bool:
+    """Whether a page may have ``size`` keys."""
+    return size in SMALL_SIZES or (size > 0 and size % MULTIPLE == 0)
 
 
 def segments(keys: int) -> int:
@@ -81,6 +91,11 @@ class CompiledPages(NamedTuple):
     value_scale: PoolScale = "none"
 
     @property
+    def is_small(self) -> bool:
+        """Whether the kernel copies keys and values row by row."""
+        return self.size in SMALL_SIZES
+
+    @property
     def is_float8(self) -> bool:
         """Whether the kernel converts keys and values from float8."""
         return self.dtype == "f8e4m3"
@@ -118,7 +133,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
     support = (
         SupportRow(
             "keys and values in pages (`paged_attention`)",
-            ({"packed": True, "pages": AskedPages(16)},),
+            tuple({"packed": True, "pages": AskedPages(size)} for size in (1, 16)),
         ),
         SupportRow(
             "pages of float8, queries of 16 bits",
@@ -130,10 +145,9 @@ class Pages(Feature[AskedPages, CompiledPages]):
     )
 
     def check(self, asked: AskedPages) -> None:
-        if not 0 <= asked.size < 2**31 or asked.size % MULTIPLE:
+        if asked.size and not (is_size(asked.size) and asked.size < 2**31):
             raise ValueError(
-                f"expected the size of {self.name} to be a multiple of {MULTIPLE} below 2**31, "
-                f"got {asked.size}"
+                f"expected the size of {self.name} to be {SIZES} below 2**31, got {asked.size}"
             )
         if not asked.size and asked != self.off:
             raise ValueError(
@@ -184,9 +198,6 @@ class Pages(Feature[AskedPages, CompiledPages]):
             found["kKeyScale"] = f"memeff::PoolScale::{pages.key_scale}"
             found["kValueScale"] = f"memeff::PoolScale::{pages.value_scale}"
         return found
-
-    def source(self, spec: SpecLike) -> str:
-        return f"static_assert(memeff::kPageStep == {MULTIPLE});\n" if spec[self].size else ""
 
     def captured_arrays(self, spec: SpecLike) -> tuple[CapturedArray, ...]:
         pages = spec[self]
@@ -289,13 +300,20 @@ def _float8_reasons(problem: ProblemLike) -> list[str]:
             "kernels read pages of float8 with queries of bfloat16 or float16, got "
             f"{problem.dtype}: cast the query, or {_XLA}"
         )
+    pool = problem[PAGES]
+    is_scaled_by_page = "pages" in (pool.key_scale, pool.value_scale)
+    if is_scaled_by_page and pool.size in SMALL_SIZES and not pool.is_latent:
+        reasons.append(
+            f"kernels multiply at least {MULTIPLE} keys by a scale of a page, and pages have "
+            f"{pool.size}: pass a scale for each head, or {_XLA}"
+        )
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
         if dim % 16:
             reasons.append(
                 f"{name} is {dim}, and kernels read rows of float8 16 bytes at a time: pad it to a "
                 f"multiple of 16, or {_XLA}"
             )
-        if dim > 256 and not problem[PAGES].is_latent:
+        if dim > 256 and not pool.is_latent:
             reasons.append(
                 f"{name} is {dim}, and kernels read pages of float8 up to head dim 256: {_XLA}"
             )

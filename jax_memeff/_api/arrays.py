@@ -17,7 +17,7 @@ import numpy as np
 from jax_memeff._call import values
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.values import score_dtype
-from jax_memeff.codegen.features.pages import MULTIPLE
+from jax_memeff.codegen.features.pages import SIZES, is_size
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 FLOAT8 = "float8_e4m3fn"
@@ -321,10 +321,9 @@ def _check_sizes(
         name, own = (dim[:-2], size - 1) if dim.endswith("+1") else (dim, size)
         expected, owner = (int(dim), "") if dim.isdigit() else known.get(name, (own, ""))
         is_negative = isinstance(own, int) and own < 0
-        if name == "page_size" and (own == 0 or own % MULTIPLE):
+        if name == "page_size" and not is_size(own):
             raise ValueError(
-                f"{row.name} must have a page size that is a multiple of {MULTIPLE}, got {own} in "
-                f"shape {shape}"
+                f"{row.name} must have a page size of {SIZES}, got {own} in shape {shape}"
             )
         if own == expected and not is_negative:
             known.setdefault(name, (own, row.name))

@@ -109,11 +109,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
         Args:
           pages: the number of pages.
-          page_size: the number of tokens per page, a multiple of 16.
+          page_size: the number of tokens per page: 1, 2, 4, 8 or a multiple of 16.
           dtype: the dtype of keys and values, which may be float8_e4m3fn.
 
         Raises:
-          ValueError: a number is negative, or the page size is not a multiple of 16.
+          ValueError: a number is negative, or no page has this size.
           TypeError: a number is not a Python integer, or pools cannot have this dtype.
         """
         require_readable(pages, page_size, dtype)

@@ -16,7 +16,7 @@ from jax_memeff._api.paged.append import append_to_pages
 from jax_memeff._api.paged.attention import paged_attention
 from jax_memeff._call import values
 from jax_memeff._call.mask import Mask
-from jax_memeff.codegen.features.pages import MULTIPLE
+from jax_memeff.codegen.features.pages import SIZES, is_size
 from jax_memeff.flax.attention import is_nonzero, promoted_sinks, separated
 from jax_memeff.flax.heads import rotated
 
@@ -54,13 +54,13 @@ def require_readable(pages: Any, page_size: Any, dtype: DTypeLike | None) -> Non
     """Raise if no call could read a pool of this shape and dtype; None is the dtype of the keys.
 
     Raises:
-        ValueError: a number is negative, or the page size is not a multiple of 16.
+        ValueError: a number is negative, or no page has this size.
         TypeError: a number is not a Python integer, or pools cannot have this dtype.
     """
-    for name, value, least in (("pages", pages, 0), ("page_size", page_size, MULTIPLE)):
+    for name, value, least in (("pages", pages, 0), ("page_size", page_size, 1)):
         values.size(name, value, least, most=None)
-    if page_size % MULTIPLE:
-        raise ValueError(f"page_size must be a multiple of {MULTIPLE}, got {page_size}")
+    if not is_size(page_size):
+        raise ValueError(f"page_size must be {SIZES}, got {page_size}")
     if dtype is not None and jnp.dtype(dtype).name not in POOL_DTYPES:
         raise TypeError(
             f"the dtype of pages must be one of {', '.join(POOL_DTYPES)}, got {jnp.dtype(dtype)}"

@@ -40,6 +40,14 @@ def test_completions_are_equal_and_files_are_left(example, weights, capsys):
     assert (weights / "completions.txt").read_text(encoding="utf-8").count("--- ") >= 8
 
 
+def test_pages_of_one_token(example, weights, capsys):
+    arguments = ["--preset", "tiny", "--page-size", "1", "--output", str(weights)]
+    assert example.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "8 of 8 completions equal those without a cache" in printed
+    assert "of 224 pages in use" in printed
+
+
 def test_a_full_pool(example, weights):
     """Requests wait until completions free their pages, and results are still equal."""
     load = dataclasses.replace(example.LOADS["tiny"], pages=6, requests=12, arrivals=3.0)
@@ -61,6 +69,13 @@ def test_a_full_pool(example, weights):
     for prefix in prefixes:
         server.pool.free(prefix.sequence)
     assert server.pool.free_pages == load.pages
+
+
+def test_a_page_size_that_no_pool_has(example, capsys):
+    with pytest.raises(SystemExit):
+        example.main(["--preset", "tiny", "--page-size", "3"])
+    said = "--page-size: page_size must be 1, 2, 4, 8 or a multiple of 16, got 3"
+    assert said in capsys.readouterr().err
 
 
 def test_a_pool_that_is_too_small(example, capsys):

@@ -67,7 +67,7 @@ CASES = {
     "page_size": (
         {"key_pages": zeros(PAGES, 24, K, H)},
         ValueError,
-        "key_pages must have a page size that is a multiple of 16, got 24",
+        "key_pages must have a page size of 1, 2, 4, 8 or a multiple of 16, got 24",
     ),
     "value_pages": (
         {"value_pages": zeros(4, SIZE, K, H)},

@@ -161,7 +161,11 @@ def test_the_table_has_a_fixed_width():
             ValueError,
             "pages must have at most 2147483647 keys together, got 4294967296 in 1048576 pages",
         ),
-        (lambda pool: PagePool(4, 24), ValueError, "page_size must be a multiple of 16, got 24"),
+        (
+            lambda pool: PagePool(4, 24),
+            ValueError,
+            "page_size must be 1, 2, 4, 8 or a multiple of 16, got 24",
+        ),
         (lambda pool: PagePool(a_float, 16), TypeError, "pages must be a Python integer, got 4.0"),
         (lambda pool: pool.allocate(-1), ValueError, "tokens must be at least 0, got -1"),
         (lambda pool: pool.grow(7), ValueError, "sequence must be one of the 1 sequences.*got 7"),

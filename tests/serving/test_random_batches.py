@@ -36,8 +36,8 @@ def lengths_near_pages(rng, batch, longest, page_size):
 
 @pytest.mark.parametrize(
     ("batches", "batch", "tokens", "page_size", "max_pages"),
-    [(450, 1, 24, 16, 4), (450, 5, 48, 16, 3), (150, 3, 3, 48, 2)],
-    ids=["one sequence", "mixed", "large pages"],
+    [(450, 1, 24, 16, 4), (450, 5, 48, 16, 3), (150, 3, 3, 48, 2), (150, 3, 24, 1, 40)],
+    ids=["one sequence", "mixed", "large pages", "pages of one token"],
 )
 def test_random_ragged_batches(batches, batch, tokens, page_size, max_pages):
     rng = np.random.default_rng(batch)

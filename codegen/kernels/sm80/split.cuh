@@ -53,6 +53,7 @@ struct SplitTiles {
   static constexpr bool kGroupsTakeSegments = Config::kSegmentKeys > 0 && Config::kKeyWarps > 1;
   static constexpr int kConsumerGroupKeys =
       kGroupsTakeSegments ? kTileKey : kTileKey / Config::kKeyWarps;
+  using Pages = PageWindow<Config, kConsumerGroupKeys>;
   template <int kColumns, int kWarps>
   using Grid =
       cute::conditional_t<kGroupsTakeSegments,
@@ -102,8 +103,7 @@ struct SplitOperands : SplitTiles<Config> {
   CUTE_DEVICE void begin() {}
 
   // Float8Operands starts the copies of the scales of keys.
-  template <class Pages>
-  CUTE_DEVICE void load_scales(int, int, Pages const&) const {}
+  CUTE_DEVICE void load_scales(int, int, typename Tiles::Pages const&) const {}
 
   // scores = query * keys of a stage.
   template <class Scores, class Query>
@@ -148,7 +148,7 @@ struct SplitKvTiles {
 
   Rows<KeyTile> keys;
   Rows<ValueTile> values;
-  PageWindow<Config> pages;
+  typename Tiles::Pages pages;
   int end;
   uint32_t shared;
 
@@ -235,6 +235,7 @@ class Float8Operands : public SplitTiles<Config> {
   using ScoreGrid = typename Tiles::ScoreGrid;
   using OutGrid = typename Tiles::OutGrid;
   using ConsumerGroup = typename Tiles::ConsumerGroup;
+  using Pages = typename Tiles::Pages;
   static constexpr int kKeys = Tiles::kConsumerGroupKeys;
 
  public:
@@ -246,10 +247,12 @@ class Float8Operands : public SplitTiles<Config> {
   static constexpr bool kCopiesQuery = false;
 
   // Shared memory after the tiles holds the factor of each row of queries, and for each stage of
-  // each consumer group the key and value scales, one for every kPageStep keys.
+  // each consumer group the key and value scales, one for every kPartKeys keys.
   static constexpr bool kByPage =
       Config::kKeyScale == PoolScale::pages || Config::kValueScale == PoolScale::pages;
-  static constexpr int kParts = kKeys / kPageStep;
+  static constexpr int kPartKeys = 16;  // of a step of the second product
+  static_assert(!kByPage || !kSmallPages<Config>);
+  static constexpr int kParts = kKeys / kPartKeys;
   static constexpr int kFactorBytes = Tiles::kTileQuery * int(sizeof(float));
   static constexpr int kStageBytes = kByPage ? 2 * kParts * int(sizeof(float)) : 0;
   static constexpr int kScaleBytes =
@@ -314,15 +317,15 @@ class Float8Operands : public SplitTiles<Config> {
 
   // Starts the copies of the scales of the keys from `column` on. Scales of pages that the sequence
   // does not have or need become zero, because 0 * NaN would be NaN.
-  CUTE_DEVICE void load_scales(int column, int stage, PageWindow<Config> const& pages) const {
+  CUTE_DEVICE void load_scales(int column, int stage, Pages const& pages) const {
     if constexpr (kByPage) {
       int const part = ConsumerGroup::thread();
-      int const key = column + part % kParts * kPageStep;
+      int const key = column + part % kParts * kPartKeys;
       int const found = pages.row(min(key, length_ - 1));
       if (part >= kParts) return;
       int row = key < length_ ? found : -1;
-      if constexpr (PageWindow<Config>::kFirstKey) {
-        row = pages.needs(key + kPageStep - 1) ? row : -1;
+      if constexpr (Pages::kFirstKey) {
+        row = pages.needs(key + kPartKeys - 1) ? row : -1;
       }
       int const page = max(row, 0) / Config::kPageSize;
       uint32_t const target = stage_scales(stage) + part * 4;
@@ -408,7 +411,6 @@ class Float8Operands : public SplitTiles<Config> {
   CUTE_DEVICE static int column(int n) { return n / 2 * 16 + threadIdx.x % 4 * 4 + n % 2 * 2; }
 
  private:
-  static_assert(kPageStep == 16);  // a step of the second product
   static constexpr int kRows = 2 * ScoreGrid::kRowBlocks;
 
   CUTE_DEVICE uint32_t stage_scales(int stage) const {

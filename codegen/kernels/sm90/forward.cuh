@@ -366,7 +366,7 @@ struct ForwardMainLoopSm90 {
     bool const partial = range.is_partial(tile, warpgroup) &&
                          may_be_masked(params, mask, at, warpgroup * kWarpgroupRows);
     mask.template apply<kWarpgroupRows, kTileKey>(scores, params, at, partial,
-                                                  warpgroup * kWarpgroupRows);
+                                                  warpgroup * kWarpgroupRows, control.may_miss());
     if (range.is_empty(tile, warpgroup)) {
       cute::fill(scores, -infinity());
       fence_accumulators(scores);  // keeps the branch; otherwise each block selects every score
@@ -482,7 +482,8 @@ struct FmhaForwardSm90 {
   using OutputWriter = ForwardOutputSm90<Config, OutGrid, Softmax>;
 
   using WorkTile = QueryWorkTile;
-  using Control = QueryTileRings<kQueryStages, kStages, kRowWarpgroups>;
+  struct Control : QueryTileRings<kQueryStages, kStages, kRowWarpgroups>,
+                   MissingPages<kSmallPages<Config>> {};
   static constexpr int kWorkTileStages = Control::kWorkTileStages;
   static constexpr int kKeyOffset = kQueryStages * Operands::kQueryBufferBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * Keys::kBufferBytes;
@@ -520,6 +521,7 @@ struct FmhaForwardSm90 {
     uint32_t const tiles = shared_address(shared);
     if (threadIdx.x == kConsumers) {
       operands.prefetch();
+      control.init_missing();
       control.init(kConsumerWarps, kConsumerGroups, Diagonals::kIsOn ? 2 : 1);
     }
     Columns::write(tiles + kColumnsOffset, kThreads);

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from jax_memeff.codegen import features, gpu, shared_memory
-from jax_memeff.codegen.features import BIAS, FUNCTIONS
+from jax_memeff.codegen.features import BIAS, FUNCTIONS, PAGES
 from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.mask import MaskKind
 from jax_memeff.codegen.features.pages import key_box_rows
@@ -411,7 +411,8 @@ class FmhaFwdSm90(PersistentSm90):
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Rings of query, key and value tiles, the columns that a linear score function
-        multiplies, diagonals, the outputs that consumer groups merge, and ``ring_bytes``.
+        multiplies, diagonals, the outputs that consumer groups merge, ``ring_bytes``, and with
+        small pages a flag.
         """
         tile = _tile(spec)
         row_warpgroups = self.consumers(spec) // tile.consumer_groups
@@ -427,7 +428,8 @@ class FmhaFwdSm90(PersistentSm90):
         merged = shared_memory.merge_bytes(
             spec.computing_threads, tile.consumer_groups, 2, tile.query, spec.padded_value_dim
         )
-        return operands + merged + self.ring_bytes(spec)
+        flag = shared_memory.FLAG_BYTES * spec[PAGES].is_small
+        return operands + merged + self.ring_bytes(spec) + flag
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
         head, value = panel_columns(spec.padded_head_dim), panel_columns(spec.padded_value_dim)

@@ -2,6 +2,7 @@
 // dims (the output): operands, producer, the steps of a consumer between work tiles, and output.
 #pragma once
 
+#include <memeff/collective/copies/gathered_rows.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/linear_scores.cuh>
@@ -72,7 +73,13 @@ struct MappedOperands {
   // The product of scores waits for the product with the previous KV block's values. A consumer
   // without registers for both overlaps only with the products of other consumers.
   static constexpr bool kSequential = false;
-  static constexpr int kProducerRegisters = 32;
+  // Warps that copy from small pages need more than threads that start TMA copies. 40 registers
+  // take none from two consumers, but eight from each of three.
+  static constexpr int kProducerRegisters =
+      kSmallPages<Config> &&
+              consumer_registers<kThreads, 40>() == consumer_registers<kThreads, 32>()
+          ? 40
+          : 32;
 
   // The registers of a consumer besides accumulators and probabilities. The compiler needs some to
   // overlap KV blocks, and more for features. Consumer groups have few KV blocks, so they spend
@@ -155,14 +162,37 @@ struct MappedOperands {
       }
     }
   };
-  using Keys = Rows<KeyTile>;
-  using Values = Rows<ValueTile>;
+
+  // The same in small pages: a warp copies them.
+  template <class Tile>
+  struct SmallPageRows {
+    static constexpr int kBufferBytes = Tile::kBytes;
+    PageTable<Config> pages;
+    char const* pool;
+    unsigned row_bytes;
+    int columns;
+    int key_length;
+    GatheredRows<Config, Config::kTileKey> rows;
+
+    // See GatheredRows.
+    CUTE_DEVICE void load(int tile) { rows.load(pages, tile * Config::kTileKey, key_length); }
+    CUTE_DEVICE bool find(int tile) {
+      return rows.find(pages, tile * Config::kTileKey, key_length);
+    }
+    CUTE_DEVICE void copy(uint32_t buffer) const {
+      rows.template copy<Tile>(buffer, pool, row_bytes, columns);
+    }
+  };
+  template <class Tile>
+  using TileRows = cute::conditional_t<kSmallPages<Config>, SmallPageRows<Tile>, Rows<Tile>>;
+  using Keys = TileRows<KeyTile>;
+  using Values = TileRows<ValueTile>;
 
   CUTE_DEVICE Keys keys(WorkItem const& item, int key_length) const {
-    return rows<KeyTile>(params.key, maps.key, item, key_length);
+    return rows<KeyTile>(params.key, maps.key, item, key_length, params.shape.head_dim);
   }
   CUTE_DEVICE Values values(WorkItem const& item, int key_length) const {
-    return rows<ValueTile>(params.value, maps.value, item, key_length);
+    return rows<ValueTile>(params.value, maps.value, item, key_length, params.shape.value_dim);
   }
 
   // Starts the product of a consumer's queries with keys.
@@ -202,11 +232,18 @@ struct MappedOperands {
 
  private:
   template <class Tile>
-  CUTE_DEVICE Rows<Tile> rows(TensorView const& tensor, TensorMap const& map, WorkItem const& item,
-                              int key_length) const {
+  CUTE_DEVICE TileRows<Tile> rows(TensorView const& tensor, TensorMap const& map,
+                                  WorkItem const& item, int key_length, int columns) const {
     KeyValueSource<Config> const source(params, item.batch, item.head / params.shape.group);
-    return {map,        source.origin.row,      source.head, source.batch(tensor), source.pages,
-            key_length, params.shape.key_tokens};
+    if constexpr (kSmallPages<Config>) {
+      TileRows<Tile> found = {source.pages, source.row(tensor),
+                              unsigned(row_bytes<Element>(tensor)), columns, key_length};
+      hide_value(found.pages.entries);  // else each entry's address is computed from scratch
+      return found;
+    } else {
+      return {map,        source.origin.row,      source.head, source.batch(tensor), source.pages,
+              key_length, params.shape.key_tokens};
+    }
   }
 };
 
@@ -293,7 +330,8 @@ struct ForwardOutputSm90 {
 };
 
 // Producer: one thread hands out work tiles, and three others copy queries, keys and values. With
-// shared diagonals, the warp of the thread that copies queries also reads diagonals.
+// shared diagonals, the warp of the thread that copies queries also reads diagonals. From small
+// pages a warp copies keys, and another values.
 
 template <class Config, class Kernel>
 struct ForwardProducerSm90 {
@@ -322,7 +360,9 @@ struct ForwardProducerSm90 {
         return;
       }
     }
-    switch (thread) {
+    // Whole warps copy from small pages.
+    bool const is_warp = kSmallPages<Config> && thread >= 2 * kWarpSize;
+    switch (is_warp ? thread / kWarpSize * kWarpSize : thread) {
       case 0:
         produce_work_tiles(params, control);
         break;
@@ -464,6 +504,17 @@ struct ForwardProducerSm90 {
   CUTE_DEVICE static void produce_tiles(ForwardParams const& params, Control& control,
                                         Pipeline<kStages>& ring, uint32_t buffers, RowsOf rows_of,
                                         TakeNext take_next) {
+    if constexpr (kSmallPages<Config>) {
+      gather_tiles(params, control, ring, buffers, rows_of, take_next);
+    } else {
+      load_tiles(params, control, ring, buffers, rows_of, take_next);
+    }
+  }
+
+  template <class RowsOf, class TakeNext>
+  CUTE_DEVICE static void load_tiles(ForwardParams const& params, Control& control,
+                                     Pipeline<kStages>& ring, uint32_t buffers, RowsOf rows_of,
+                                     TakeNext take_next) {
     PipelineStage<kStages> stage;
     PipelineStage<kWorkTileStages> slot;
     while (true) {
@@ -478,6 +529,42 @@ struct ForwardProducerSm90 {
         if (takes_next_before(range, tile)) take_next(slot);
         rows.load(tile, ring.acquire(stage, rows.kBytes),
                   buffers + stage.index * rows.kBufferBytes);
+        stage.advance();
+      }
+      slot.advance();
+    }
+  }
+
+  // The same with all lanes of a warp. A block is complete when they have waited for their copies;
+  // then the entries of the next block, which were loaded meanwhile, have arrived, too.
+  template <class RowsOf, class TakeNext>
+  CUTE_DEVICE static void gather_tiles(ForwardParams const& params, Control& control,
+                                       Pipeline<kStages>& ring, uint32_t buffers, RowsOf rows_of,
+                                       TakeNext take_next) {
+    bool const leader = threadIdx.x % kWarpSize == 0;
+    PipelineStage<kStages> stage;
+    PipelineStage<kWorkTileStages> slot;
+    while (true) {
+      WorkItem const item = control.take_work_tile(slot).item;
+      __syncwarp();  // all lanes have read the work tile
+      if (leader) control.work_tile.release(slot);
+      if (item.batch < 0) break;
+      Mask const mask(params.mask, params.shape, item.batch);
+      Blocks const range(params, mask, item);
+      auto rows = rows_of(item, mask.key_length);
+      rows.load(range.end - 1);
+      CUTE_NO_UNROLL
+      for (int tile = range.end - 1; tile >= range.begin; tile = range.next(tile, 1)) {
+        if (takes_next_before(range, tile) && leader) take_next(slot);
+        if (rows.find(tile)) control.mark_missing();
+        ring.acquire(stage);
+        rows.copy(buffers + stage.index * rows.kBufferBytes);
+        commit_copies();
+        if (tile > range.begin) rows.load(range.next(tile, 1));
+        wait_copies<0>();
+        fence_tma_store();
+        __syncwarp();
+        if (leader) ring.commit(stage);
         stage.advance();
       }
       slot.advance();

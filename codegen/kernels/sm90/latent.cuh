@@ -35,6 +35,7 @@
 #include <memeff/arch/math.cuh>
 #include <memeff/arch/thread.cuh>
 #include <memeff/arch/tma.cuh>
+#include <memeff/collective/copies/gathered_rows.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/softmax/exchange.cuh>
 #include <memeff/collective/softmax/online.cuh>
@@ -245,6 +246,83 @@ struct LatentProducerSm90 {
   }
 };
 
+// Producer warps for small pages, whose rows they copy one by one.
+
+// The kernel calls produce_keys() with one warp per column group, in place of a thread of
+// LatentProducerSm90. A warp copies every third panel of a KV block. CTAs do not share keys,
+// because only TMA writes to several of them.
+template <class Config, class Kernel>
+struct LatentGatherProducerSm90 {
+  using Element = typename Config::Element;
+  using Control = typename Kernel::Control;
+  using KeyTile = typename Kernel::KeyTile;
+  using Mask = typename Kernel::Mask;
+  static constexpr int kTileKey = Kernel::kTileKey;
+  using Rows = GatheredRows<Config, kTileKey>;
+
+  CUTE_DEVICE static void produce_keys(ForwardParams const& params, Control& control,
+                                       uint32_t tiles, int warp) {
+    bool const leader = threadIdx.x % kWarpSize == 0;
+    unsigned const row_bytes = unsigned(memeff::row_bytes<Element>(params.key));
+    PipelineStage<Kernel::kStages> stage;
+    PipelineStage<Kernel::kWorkStages> slot;
+    while (true) {
+      control.work.wait(slot);
+      KeyPart const part = control.parts[slot.index];
+      __syncwarp();
+      if (leader) control.work.release(slot);
+      slot.advance();
+      if (part.batch < 0) break;
+      int const key_length = Mask(params.mask, params.shape, part.batch).key_length;
+      KeyValueSource<Config> const source(params, part.batch, part.head);
+      char const* const pool = source.row(params.key);
+      uint64_t* copying = nullptr;  // the barrier of the panel whose copies are in flight
+      Rows next;
+      next.load(source.pages, part.begin * kTileKey, key_length);
+      CUTE_NO_UNROLL
+      for (int block = part.begin; block < part.end; ++block) {
+        int const first = block * kTileKey;
+        Rows rows = next;
+        if (rows.find(source.pages, first, key_length)) control.may_miss_pages = true;
+        // Loaded before the copies, because loads arrive in order.
+        next.load(source.pages, first + kTileKey, key_length);
+        auto& barriers = control.keys[stage.index];
+        CUTE_NO_UNROLL
+        for (int panel = warp; panel < Kernel::kPanels; panel += Kernel::kColumnGroups) {
+          uint64_t& empty = barriers.empty[Kernel::group_of(panel)];
+          // Hazard: consumers may need the panel in flight before they release this one.
+          if (warp_any(!has_phase_ended(empty, stage.parity ^ 1))) report<0>(copying);
+          wait_barrier(empty, stage.parity ^ 1);
+          random_sleep();
+          int const column = panel * KeyTile::kPanelColumns;
+          rows.template copy<typename Kernel::PanelTile>(
+              Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes,
+              pool + column * int(sizeof(Element)), row_bytes, params.shape.head_dim - column);
+          commit_copies();
+          report<1>(copying);
+          copying = &barriers.full[panel];
+        }
+        stage.advance();
+      }
+      report<0>(copying);
+    }
+  }
+
+ private:
+  // Reports the panel in flight, if there is one, to be complete. kPending groups of copies are
+  // younger than its own.
+  template <int kPending>
+  CUTE_DEVICE static void report(uint64_t*& copying) {
+    if (copying == nullptr) return;
+    wait_copies<kPending>();
+    fence_tma_store();
+    __syncwarp();
+    if (threadIdx.x % kWarpSize == 0) arrive_barrier(*copying);
+    copying = nullptr;
+    random_sleep();
+  }
+};
+
 // Producer warps for a pool of float8 (e4m3): they convert keys to the query's dtype on the way to
 // shared memory.
 
@@ -268,10 +346,14 @@ struct LatentFloat8ProducerSm90 {
   static constexpr int kRowLanes = KeyTile::kPanelColumns / kLoadColumns;
   static constexpr int kStepRows = kWarpSize / kRowLanes;
   static constexpr int kSteps = kTileKey / kStepRows;
-  static constexpr int kBoxSteps = KeyRows::kBoxRows / kStepRows;
-  static_assert(kBoxSteps * kStepRows == KeyRows::kBoxRows);
-  static constexpr int kScales = Config::kKeyScale == PoolScale::pages ? KeyRows::kBoxes : 1;
   static_assert(kStepRows % 8 == 0);
+
+  // A lane knows the rows of all boxes, or of every 32nd key if pages are small.
+  static constexpr bool kByKey = kSmallPages<Config>;
+  static constexpr int kRows = kByKey ? ceil_div(kTileKey, kWarpSize) : KeyRows::kBoxes;
+  static constexpr int kScales = Config::kKeyScale == PoolScale::pages ? kRows : 1;
+  static constexpr int kBoxSteps = KeyRows::kBoxRows / kStepRows;
+  static_assert(kByKey || kBoxSteps * kStepRows == KeyRows::kBoxRows);
 
   CUTE_DEVICE static void produce_keys(ForwardParams const& params, Control& control,
                                        uint32_t tiles, int warp) {
@@ -294,7 +376,7 @@ struct LatentFloat8ProducerSm90 {
           auto& barriers = control.keys[stage.index];
           uint32_t bytes[kSteps][4];
           keys.load(params, panel, bytes);
-          wait_barrier(barriers.empty[group_of(panel)], stage.parity ^ 1);
+          wait_barrier(barriers.empty[Kernel::group_of(panel)], stage.parity ^ 1);
           random_sleep();
           keys.store(Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes, bytes);
           fence_tma_store();
@@ -308,17 +390,13 @@ struct LatentFloat8ProducerSm90 {
   }
 
  private:
-  CUTE_DEVICE static int group_of(int panel) {
-    return min(panel / Kernel::kValuePanels, Kernel::kColumnGroups - 1);
-  }
-
   // The keys of a part, and the rows of the current KV block.
   struct Keys {
     KeyValueSource<Config> source;
     int key_length;
     int first;
-    int rows[KeyRows::kBoxes];
-    float scales[kScales];  // of each box, or of all
+    int rows[kRows];
+    float scales[kScales];  // of each of these rows, or of all
 
     CUTE_DEVICE Keys(ForwardParams const& params, KeyPart const& part)
         : source(params, part.batch, part.head),
@@ -331,15 +409,23 @@ struct LatentFloat8ProducerSm90 {
 
     CUTE_DEVICE void seek(ForwardParams const& params, Control& control, int block) {
       first = block * kTileKey;
-      KeyRows::find(params, control, source, key_length, first, rows);
+      if constexpr (kByKey) {
+        CUTE_UNROLL
+        for (int i = 0; i < kRows; ++i) {
+          int const key = first + i * kWarpSize + int(threadIdx.x) % kWarpSize;
+          rows[i] = KeyRows::row_of(params, control, source, key_length, key);
+        }
+      } else {
+        KeyRows::find(params, control, source, key_length, first, rows);
+      }
       if constexpr (Config::kKeyScale == PoolScale::pages) {
         PoolScales const pool(params, Config::kKeyScaleArray, source.head);
         CUTE_UNROLL
-        for (int box = 0; box < kScales; ++box) {
+        for (int i = 0; i < kScales; ++i) {
           // Hazard: a page outside of the pool has no scale.
-          bool const exists = rows[box] < params.shape.key_tokens;
-          int const page = unsigned(rows[box]) / Config::kPageSize;
-          scales[box] = exists ? __ldg(pool.first + page * pool.page_stride) : 0.0f;
+          bool const exists = rows[i] < params.shape.key_tokens;
+          int const page = unsigned(rows[i]) / Config::kPageSize;
+          scales[i] = exists ? __ldg(pool.first + page * pool.page_stride) : 0.0f;
         }
       }
     }
@@ -355,6 +441,16 @@ struct LatentFloat8ProducerSm90 {
       unsigned left = unsigned(max(key_length - first, 0));
       hide_value(left);
       left = column < params.shape.head_dim ? left : 0;
+      if constexpr (kByKey) {
+        CUTE_UNROLL
+        for (int step = 0; step < kSteps; ++step) {
+          int const row = of_lane(rows, step);
+          char const* const address =
+              row_pointer<Float8>(params.key, source.batch(params.key), row, source.head) + column;
+          load_global_vector_if(row < params.shape.key_tokens && left > 0, address, bytes[step]);
+        }
+        return;
+      }
       CUTE_UNROLL
       for (int box = 0; box < KeyRows::kBoxes; ++box) {
         unsigned row = unsigned(rows[box]);
@@ -383,7 +479,7 @@ struct LatentFloat8ProducerSm90 {
       }
       CUTE_UNROLL
       for (int step = 0; step < kSteps; ++step) {
-        float const scale = scales[step / kBoxSteps % kScales] * kFloat8Factor;
+        float const scale = scale_of(step) * kFloat8Factor;
         CUTE_UNROLL
         for (int i = 0; i < kChunks; ++i) {
           uint32_t pairs[4];
@@ -399,6 +495,23 @@ struct LatentFloat8ProducerSm90 {
    private:
     CUTE_DEVICE static int lane_row() { return int(threadIdx.x % kWarpSize / kRowLanes); }
     CUTE_DEVICE static int lane_column() { return int(threadIdx.x % kRowLanes * kLoadColumns); }
+
+    // What the lanes know of the key in this lane's row of a step, if pages are small.
+    template <class Value>
+    CUTE_DEVICE static Value of_lane(Value const (&values)[kRows], int step) {
+      int const row = step * kStepRows;
+      return __shfl_sync(0xffffffffu, values[row / kWarpSize], row % kWarpSize + lane_row());
+    }
+
+    CUTE_DEVICE float scale_of(int step) const {
+      if constexpr (kScales == 1) {
+        return scales[0];
+      } else if constexpr (kByKey) {
+        return of_lane(scales, step);
+      } else {
+        return scales[step / kBoxSteps % kScales];
+      }
+    }
 
     // Four numbers times a scale, as pairs of elements.
     CUTE_DEVICE static void scaled(uint32_t packed, float scale, uint32_t& low, uint32_t& high) {
@@ -929,6 +1042,9 @@ struct FmhaForwardLatentSm90 {
   CUTE_HOST_DEVICE static constexpr int group_end(int group) {
     return group < kWarpgroups ? (group + 1) * kValuePanels : kPanels;
   }
+  CUTE_DEVICE static int group_of(int panel) {
+    return min(panel / kValuePanels, kColumnGroups - 1);
+  }
   static_assert(kPanels > group_begin(kWarpgroups));
 
   // A KV block occupies the buffer of the consumer that owns its scores, so buffers alternate.
@@ -941,6 +1057,7 @@ struct FmhaForwardLatentSm90 {
   };
 
   static constexpr int kCluster = Config::kCluster;  // CTAs
+  static constexpr bool kCopiesByWarps = Config::kFloat8Pages || kSmallPages<Config>;
   static constexpr int kWorkStages = 4;
   // Everything in shared memory except the tiles.
   struct Control {
@@ -982,7 +1099,7 @@ struct FmhaForwardLatentSm90 {
     fence_barrier_init();
   }
 
-  // `maps` is a KeyMap. It is empty if warps load the keys, to convert them from float8.
+  // `maps` is a KeyMap. It is empty if warps copy the keys.
   template <class... Maps>
   CUTE_DEVICE static void run(ForwardParams const& params, Maps const&... maps) {
     using Producer = LatentProducerSm90<Config, FmhaForwardLatentSm90>;
@@ -991,7 +1108,7 @@ struct FmhaForwardLatentSm90 {
     Control& control = *reinterpret_cast<Control*>(shared + kControlOffset);
     uint32_t const tiles = shared_address(shared);
     int const sharers =
-        Config::kFloat8Pages ? 1 : Schedule(params, int(gridDim.x)).template sharers<kCluster>();
+        kCopiesByWarps ? 1 : Schedule(params, int(gridDim.x)).template sharers<kCluster>();
     if (threadIdx.x == kConsumers) {
       (prefetch_map(maps.key), ...);
       init(control, sharers);
@@ -1005,9 +1122,12 @@ struct FmhaForwardLatentSm90 {
       int const warp = (int(threadIdx.x) - kConsumers) / kWarpSize;
       if (warp == kColumnGroups) {
         Producer::produce_parts(params, control);
-      } else if constexpr (Config::kFloat8Pages) {
-        LatentFloat8ProducerSm90<Config, FmhaForwardLatentSm90>::produce_keys(params, control,
-                                                                              tiles, warp);
+      } else if constexpr (kCopiesByWarps) {
+        using Copying =
+            cute::conditional_t<Config::kFloat8Pages,
+                                LatentFloat8ProducerSm90<Config, FmhaForwardLatentSm90>,
+                                LatentGatherProducerSm90<Config, FmhaForwardLatentSm90>>;
+        Copying::produce_keys(params, control, tiles, warp);
       } else if (threadIdx.x % kWarpSize == 0) {
         Producer::produce_keys(params, maps.key..., control, tiles, warp, sharers);
       }

@@ -49,8 +49,6 @@ consumer, and the rest.
 _WORK_STAGES = 4
 _KEY_PART_BYTES = 24
 """``KeyPart`` of codegen/memeff/schedule/balanced_keys.cuh."""
-_FLAG_BYTES = 8
-"""A boolean and its padding."""
 _TILE_PARTS_WORDS = 4
 """``TileParts`` of ffi/include/memeff/params.h."""
 
@@ -114,6 +112,7 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     own_problems = tuple(
         ((HEAD_DIM, VALUE_DIM), {"packed": True, "pages": asked, **mask})
         for asked in (
+            AskedPages(1, is_latent=True),
             AskedPages(64, is_latent=True),
             AskedPages(64, is_latent=True, is_invariant=True),
             *(AskedPages(64, "f8e4m3", is_latent=True, key_scale=scale) for scale in SCALES),
@@ -156,11 +155,11 @@ class FmhaFwdLatentSm90(WgmmaKernel):
             + barriers * shared_memory.BARRIER_BYTES
             + _WORK_STAGES * shared_memory.PIPELINE_BYTES
             + _WORK_STAGES * _KEY_PART_BYTES
-            + _FLAG_BYTES
+            + shared_memory.FLAG_BYTES
         )
 
     def tensor_maps(self, spec: KernelSpec) -> tuple[TensorMap, ...]:
-        if spec[PAGES].is_float8:  # warps load and convert the keys
+        if spec[PAGES].is_float8 or spec[PAGES].is_small:  # warps copy the keys
             return ()
         return (TensorMap("key", key_box_rows(spec), panel_columns(spec.padded_head_dim)),)
 

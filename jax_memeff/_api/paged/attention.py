@@ -85,7 +85,7 @@ def paged_attention(
         query: ``[B, T, N, H]``, T new tokens of each sequence; or with ``query_starts``
             ``[tokens, N, H]``; in float16, bfloat16, float32 or float64. N must be a multiple of K.
         key_pages: ``[pages, page_size, K, H]`` in query's dtype or float8_e4m3fn. The page size
-            must be a multiple of 16.
+            must be 1, 2, 4, 8 or a multiple of 16.
         value_pages: ``[pages, page_size, K, Hv]`` in the dtype of ``key_pages``. If None, the first
             ``value_dim`` columns of the keys are the values (latent attention).
         page_table: ``[B, max_pages]`` integers. Entries beyond a sequence's length are never read.

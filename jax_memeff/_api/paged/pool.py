@@ -11,7 +11,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from jax_memeff._call.values import size, static_integer
-from jax_memeff.codegen.features.pages import MULTIPLE
+from jax_memeff.codegen.features.pages import SIZES, is_size
 from jax_memeff.errors import OutOfPagesError
 
 _P = ParamSpec("_P")
@@ -64,7 +64,7 @@ class PagePool:
 
     Args:
         pages: The number of pages, the first dim of ``key_pages``.
-        page_size: The number of keys per page, a multiple of 16.
+        page_size: The number of keys per page: 1, 2, 4, 8 or a multiple of 16.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -89,9 +89,9 @@ free a sequence, or wait until one ends
 
     def __init__(self, pages: int, page_size: int):
         self._pages = _count("pages", pages, 1, _INT32_MAX)
-        self._page_size = _count("page_size", page_size, MULTIPLE)
-        if self._page_size % MULTIPLE:
-            raise ValueError(f"page_size must be a multiple of {MULTIPLE}, got {self._page_size}")
+        self._page_size = _count("page_size", page_size, 1)
+        if not is_size(self._page_size):
+            raise ValueError(f"page_size must be {SIZES}, got {self._page_size}")
         if (keys := self._pages * self._page_size) > _INT32_MAX:
             raise ValueError(
                 f"pages must have at most {_INT32_MAX} keys together, got {keys} in {self._pages} "

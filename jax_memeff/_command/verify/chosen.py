@@ -37,6 +37,7 @@ _FIRST = (
     Case(**_PACKED, causal="top_left"),
     Case(**_DECODE, B=1, causal="bottom_right"),
     Case(**_STEPS, H=128, page_size=16),
+    Case(**_STEPS, H=128, page_size=1),
     Case(**_MANY, bias="1NTS", H=128),
     Case(**_MANY, dropout=0.1, causal="top_left"),
     Case(H=256, N=2, K=1, causal="top_left"),
@@ -88,7 +89,7 @@ def _others() -> list[Case]:
         found += [Case(H=H, max_logits=True, causal="top_left")]
         found += [Case(**_PACKED, H=H, window=(40, 17)), Case(**_PACKED, H=H, sinks=True)]
         found += [Case(**_DECODE, H=H, B=B, bias="1NTS") for B in (1, 5)]
-        found += [Case(**_STEPS, H=H, page_size=size) for size in (16, 64, 256)]
+        found += [Case(**_STEPS, H=H, page_size=size) for size in (1, 8, 16, 64, 256)]
         found += [Case(**_STEPS, H=H, page_size=64, batch_invariant=True)]
     return found
 

@@ -144,7 +144,7 @@ def random_cases(seed: int) -> Iterator[Case]:
         yield Case(
             tuple(map(int, lengths)),
             tuple(map(int, counts)),
-            page_size=int(rng.choice([16, 32, 48, 64, 128, 256])),
+            page_size=int(rng.choice([1, 2, 4, 8, 16, 32, 48, 64, 128, 256])),
             heads=(heads, 1),
             dims=((576, 512), (576, 512), (544, 480))[rng.integers(3)],
             dtype=str(rng.choice(["bfloat16", "float16"])),

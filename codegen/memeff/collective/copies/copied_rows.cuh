@@ -23,7 +23,7 @@ struct CopiedRows {
   int rows;  // rows beyond become zero, and so do columns
   int columns;
 
-  // Starts the copy of the rows from `row` on, a multiple of kPageStep; the caller commits the
+  // Starts the copy of the rows from `row` on, a multiple of Pages::kStep; the caller commits the
   // group. `pages` is the page table of the source, or a window of it.
   template <class Pages>
   CUTE_DEVICE void load(int row, uint32_t tile, Pages const& pages,

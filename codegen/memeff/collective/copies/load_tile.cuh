@@ -49,7 +49,7 @@ struct TileLoader {
   }
 
   // Starts the copies of keys [first, first + Tile::kRows) of a sequence in pages. `first` is a
-  // multiple of kPageStep, and `pool` points to the first row of the pool. Keys from `bound` on,
+  // multiple of Pages::kStep, and `pool` points to the first row of the pool. Keys from `bound` on,
   // keys that are not needed (FirstKey), and keys of pages outside the pool become zero. All table
   // entries are read before the first copy, so their latencies overlap.
   template <class Pages>
@@ -67,22 +67,26 @@ struct TileLoader {
           column_bound, thread);
       return;
     }
-    static_assert(kThreadRows % kPageStep == 0 || kPageStep % kThreadRows == 0);
-    constexpr int kPartPasses = kThreadRows < kPageStep ? kPageStep / kThreadRows : 1;
+    constexpr int kStep = Pages::kStep;
+    static_assert(kThreadRows % kStep == 0 || kStep % kThreadRows == 0);
+    constexpr int kPartPasses = kThreadRows < kStep ? kStep / kThreadRows : 1;
     constexpr int kParts = ceil_div(kPasses, kPartPasses);
     int const thread_row = thread / Tile::kChunks;
     int const thread_chunk = thread % Tile::kChunks;
     int found[kParts];  // the row of the pool for this thread's first row of a part of a page
     CUTE_UNROLL
     for (int i = 0; i < kParts; ++i) {
-      int const part = i * kPartPasses * kThreadRows + thread_row / kPageStep * kPageStep;
+      int const part = i * kPartPasses * kThreadRows + thread_row / kStep * kStep;
       // A branch for keys beyond the bound would cost more than reading the last entry again.
-      int const row = pages.row(max(min(first + part, bound - 1), 0));
-      found[i] = row < 0 ? row : row + thread_row % kPageStep;
+      int const key = Pages::kEndsAtLength ? max(min(first + part, bound - 1), 0) : first + part;
+      int const row = pages.row(key);
+      found[i] = row < 0 ? row : row + thread_row % kStep;
     }
     CUTE_UNROLL
     for (int i = 0; i < kParts; ++i) {
-      char const* source = pool + max(found[i], 0) * row_bytes + thread_chunk * 16;
+      unsigned long long const offset =
+          (unsigned long long)unsigned(max(found[i], 0)) * unsigned(row_bytes);
+      char const* source = pool + offset + thread_chunk * 16;
       CUTE_UNROLL
       for (int pass = i * kPartPasses; pass < (i + 1) * kPartPasses && pass < kPasses; ++pass) {
         int const row = thread_row + pass * kThreadRows;

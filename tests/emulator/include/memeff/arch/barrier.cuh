@@ -24,5 +24,8 @@ CUTE_DEVICE void arrive_and_expect(uint64_t& barrier, int bytes) {
 CUTE_DEVICE void wait_barrier(uint64_t& barrier, int parity) {
   emulator::wait_barrier(barrier, parity);
 }
+CUTE_DEVICE bool has_phase_ended(uint64_t& barrier, int parity) {
+  return emulator::has_phase_ended(barrier, parity);
+}
 
 }  // namespace memeff
