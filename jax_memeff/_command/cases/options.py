@@ -45,6 +45,7 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
     "value_scale": (),
     "positions": (),
     "broadcast_batch": (),
+    "keys": (),
 }
 """The calls that take an option, for each one of a feature."""
 
