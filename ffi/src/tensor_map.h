@@ -14,7 +14,7 @@ struct MapTable {
 };
 
 // The maps of a kernel, in the order of its description, with the addresses of this execution.
-// Those of arrays that the call does not have are zero.
+// A map is zero if the call does not have its array.
 MapTable encode_maps(const DeviceKernel& kernel, const Buffers& buffers);
 
 }  // namespace memeff::host

@@ -496,7 +496,8 @@ struct LatentFloat8ProducerSm90 {
     CUTE_DEVICE static int lane_row() { return int(threadIdx.x % kWarpSize / kRowLanes); }
     CUTE_DEVICE static int lane_column() { return int(threadIdx.x % kRowLanes * kLoadColumns); }
 
-    // What the lanes know of the key in this lane's row of a step, if pages are small.
+    // Returns the value that a lane holds for the key in this lane's row of a step, if pages are
+    // small.
     template <class Value>
     CUTE_DEVICE static Value of_lane(Value const (&values)[kRows], int step) {
       int const row = step * kStepRows;
