@@ -246,6 +246,18 @@ struct LatentProducerSm90 {
   }
 };
 
+// The next part of a warp that fills buffers; all lanes call it.
+template <class Kernel>
+CUTE_DEVICE KeyPart next_part(typename Kernel::Control& control,
+                              PipelineStage<Kernel::kWorkStages>& slot) {
+  control.work.wait(slot);
+  KeyPart const part = control.parts[slot.index];
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) control.work.release(slot);
+  slot.advance();
+  return part;
+}
+
 // Producer warps for small pages, whose rows they copy one by one.
 
 // The kernel calls produce_keys() with one warp per column group, in place of a thread of
@@ -267,11 +279,7 @@ struct LatentGatherProducerSm90 {
     PipelineStage<Kernel::kStages> stage;
     PipelineStage<Kernel::kWorkStages> slot;
     while (true) {
-      control.work.wait(slot);
-      KeyPart const part = control.parts[slot.index];
-      __syncwarp();
-      if (leader) control.work.release(slot);
-      slot.advance();
+      KeyPart const part = next_part<Kernel>(control, slot);
       if (part.batch < 0) break;
       int const key_length = Mask(params.mask, params.shape, part.batch).key_length;
       KeyValueSource<Config> const source(params, part.batch, part.head);
@@ -361,11 +369,7 @@ struct LatentFloat8ProducerSm90 {
     PipelineStage<Kernel::kStages> stage;
     PipelineStage<Kernel::kWorkStages> slot;
     while (true) {
-      control.work.wait(slot);
-      KeyPart const part = control.parts[slot.index];
-      __syncwarp();
-      if (leader) control.work.release(slot);
-      slot.advance();
+      KeyPart const part = next_part<Kernel>(control, slot);
       if (part.batch < 0) break;
       Keys keys(params, part);
       CUTE_NO_UNROLL
