@@ -91,6 +91,7 @@ _OF_OTHER_LIBRARIES = {
     "dropout_p": "dropout_rate and dropout_key",
     "enable_gqa": "nothing: the shapes determine it",
     "mask_mod": "mask=jax_memeff.Mask.function(mask_mod)",
+    "return_attn_probs": "return_residual",
     "return_lse": "return_residual",
     "segment_ids": "mask=jax_memeff.Mask.segments(query_ids, key_ids)",
     "sm_scale": "scale",

@@ -136,11 +136,16 @@ def paged(new: tuple[ArrayArgument, ...], has_starts: bool) -> Layout:
             ArrayArgument("page_table", "B max_pages", INTEGERS),
             *new,
             ArrayArgument("query_starts", "B+1", INTEGERS, optional=True, why=starts),
-            ArrayArgument(
-                "key_scale", "K | pages K", ("float32",), scales="key_pages", optional=True
-            ),
-            ArrayArgument(
-                "value_scale", "K | pages K", ("float32",), scales="value_pages", optional=True
+            *(
+                ArrayArgument(
+                    f"{pool}_scale",
+                    "K | pages K",
+                    ("float32",),
+                    scales=f"{pool}_pages",
+                    optional=True,
+                    why="a number for each key head",
+                )
+                for pool in ("key", "value")
             ),
         )
     )
@@ -371,6 +376,8 @@ def _check_heads(known: Mapping[str, tuple[int, str]], arrays: Mapping[str, Any]
             for dims in (("T", "total_q"), ("S", "total_k"))
         ]
         remedy = f"; {values.SWAPPED}" if sizes[1] and sizes[0] % sizes[1] == 0 else ""
+        if key == "key_pages" and heads % arrays[key].shape[1] == 0:
+            remedy = "; if pages are [K, page_size, H], pass jnp.swapaxes(pool, 1, 2) of each pool"
         of_key = "key's" if key == "key" else f"{key}'"
         raise ValueError(
             f"{query}'s number of heads must be a multiple of {of_key}, {key_heads}, got {heads} "
@@ -384,6 +391,9 @@ def require_no_mask_or_function(bias: Any) -> None:
         got, name = "a Mask", "mask"
     elif callable(bias):
         got, name = "a function", "score_mod"
+    elif isinstance(bias, int | float):
+        # The same number everywhere changes nothing. FlashAttention has dropout_p at this place.
+        got, name = f"the number {bias}", "dropout_rate, if it is one"
     else:
         return
     raise TypeError(f"bias must be an array to add to the scores, got {got}; pass it as {name}")

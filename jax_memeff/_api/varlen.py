@@ -241,6 +241,7 @@ def _cu_seqlens_in_range(name: str, value: Any, total: int, longest: int) -> Non
         if end < start:
             raise ValueError(
                 f"{name} must not decrease, got {end} after {start} at index {index + 1}"
+                + ("; of lengths, pass np.cumsum([0, *lengths])" if numbers[0] else "")
             )
         if end - start > longest:
             raise ValueError(

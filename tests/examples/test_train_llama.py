@@ -35,7 +35,9 @@ def of_one_device(example):
 
 
 def tiny(example):
-    return example.CPU._replace(layers=2, width=64, heads=4, context=256, window=48, batch=4)
+    return example.CPU._replace(
+        layers=2, width=64, hidden=128, heads=4, context=256, window=48, batch=4
+    )
 
 
 def loss_of(example, config, mesh):
@@ -80,7 +82,7 @@ def test_documents_are_packed(example):
 @pytest.mark.parametrize("sequence", [1, 2])
 def test_the_sizes_for_gpus_have_kernels(example, sequence, monkeypatch, fake_compiler):
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80,sm_90a")
-    sizes = {"layers": 2, "width": 256, "heads": 2, "key_heads": 1}
+    sizes = {"layers": 2, "width": 256, "hidden": 640, "heads": 2, "key_heads": 1}
     config, mesh = example.GPU._replace(**sizes), mesh_of(1, sequence, 1)
     weights = example.initial_weights(config, mesh)
     batch = next(example.packed_documents(config.batch, config.context, seed=0))
@@ -95,28 +97,22 @@ def test_the_command_says_what_it_compares():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "first loss with jax.nn: " in done.stdout
-    assert re.search(r"step 1: loss \d\.\d+, [\d,]+ tokens/s", done.stdout)
+    assert re.search(r"step 1: loss \d\.\d+, \d+ s", done.stdout)
 
 
 def test_a_difference_is_an_error(example, monkeypatch):
     monkeypatch.setattr(example, "train", lambda *_: (5.0, [5.1, 4.0]))
-    with pytest.raises(SystemExit, match=r"expected a first loss within 1e-05 of that of jax\.nn"):
+    with pytest.raises(AssertionError, match=r"rtol=1e-05[^x]*first loss, jax\.nn"):
         example.main(["--tensor", "2"])
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--tensor", "4"], "divide a batch of 8, and --tensor to divide 2 key heads"),
-        (
-            ["--tensor", "2", "--sequence", "8"],
-            "expected --sequence x --tensor to divide 8 devices",
-        ),
-    ],
+    "arguments", [["--tensor", "4"], ["--tensor", "2", "--sequence", "8"]], ids=str
 )
-def test_bad_arguments_are_refused(example, arguments, message, capsys):
+def test_bad_arguments_are_refused(example, arguments, capsys):
     with pytest.raises(SystemExit) as error:
         example.main(arguments)
     assert error.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "must divide 8 devices, batch and key_heads of Config(" in said and "batch=8" in said

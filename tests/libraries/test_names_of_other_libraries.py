@@ -20,6 +20,7 @@ STARTS = np.array([0, 4])
     ("name", "advice"),
     [
         ("softmax_scale", "pass scale"),
+        ("return_attn_probs", "pass return_residual"),
         ("dropout_p", "pass dropout_rate and dropout_key"),
         ("attn_mask", "pass mask if it is boolean, else bias"),
         ("mask_mod", r"pass mask=jax_memeff.Mask.function\(mask_mod\)"),

@@ -69,6 +69,11 @@ CASES = {
         ValueError,
         "key_pages must have a page size of 1, 2, 4, 8 or a multiple of 16, got 24",
     ),
+    "pages_of_heads": (
+        dict.fromkeys(("key_pages", "value_pages"), zeros(PAGES, K, SIZE, H)),
+        ValueError,
+        r"a multiple of key_pages', 16.*if pages are \[K, page_size, H\], pass jnp.swapaxes",
+    ),
     "value_pages": (
         {"value_pages": zeros(4, SIZE, K, H)},
         ValueError,
@@ -140,7 +145,8 @@ CASES = {
     "scale_shape": (
         {"key_pages": FLOAT8, "value_pages": FLOAT8, "value_scale": np.ones(3, np.float32)},
         ValueError,
-        r"value_scale must have shape \[K\] = \[2\] or \[pages, K\] = \[5, 2\], got shape \(3,",
+        r"value_scale must have shape \[K\] = \[2\] or \[pages, K\] = \[5, 2\], a number for each "
+        r"key head, got shape \(3,",
     ),
     "scale_dtype": (
         {"key_pages": FLOAT8, "value_pages": FLOAT8, "key_scale": jnp.ones(K, jnp.bfloat16)},

@@ -61,6 +61,11 @@ VARLEN_CASES = {
         ValueError,
         "cu_seqlens_q must not decrease, got 2 after 3 at index 2",
     ),
+    "lengths": (
+        {"cu_seqlens_q": [3, 2, 2]},
+        ValueError,
+        r"got 2 after 3 at index 1; of lengths, pass np.cumsum\(\[0, \*lengths\]\)$",
+    ),
     "past_the_end": (
         {"cu_seqlens_k": np.array([0, 4, 8])},
         ValueError,

@@ -122,6 +122,11 @@ CASES = {
         TypeError,
         "bias must be an array to add to the scores, got a function; pass it as score_mod$",
     ),
+    "bias_is_a_rate": (
+        {"bias": 0.1},
+        TypeError,
+        "got the number 0.1; pass it as dropout_rate, if it is one$",
+    ),
     "seed_as_key": (
         {"dropout_key": 0, "dropout_rate": 0.5},
         TypeError,
