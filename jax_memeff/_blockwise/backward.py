@@ -2,8 +2,8 @@
 
 The probabilities are recomputed from the logsumexp, tile by tile, as in Dao, Fu, Ermon, Rudra and
 Re, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), appendix
-B.4. The outer loop runs over Q blocks: the gradient of a Q block is accumulated in place, the
-gradients of key and value in buffers of the size of key and value.
+B.4. The outer loop runs over Q blocks: the gradient of a Q block is accumulated in place and
+rounded once, the gradients of key and value are summed in buffers of the size of key and value.
 
 ``rowsum(dout * out)`` is also ``sum(p * dp)``, which a single tile has at hand, and takes if the
 output has 16 bits. Several tiles take the output, unless that has too few digits for a gradient
@@ -42,6 +42,7 @@ class _Sums(NamedTuple):
     """Running sums of the gradients; None if a gradient is not needed."""
 
     query: jax.Array | None
+    """The gradient itself between Q blocks, the sums of one of them, [B, K, G, rows, H], inside."""
     key: jax.Array | None
     value: jax.Array | None
     bias: jax.Array | None
@@ -80,7 +81,7 @@ def backward(
     # shortcut is not taken: in ring attention that column is not the whole row.
     constant_rows = bias is not None and bias.shape[3] == 1 != operands.key.shape[1]
     sums = _Sums(
-        query=problem.zeros(*problem.group_shape, *operands.query.shape[1::2])
+        query=problem.zeros(*operands.query.shape).astype(operands.query.dtype)
         if needs_grad.query
         else None,
         key=_zeros_by_head(problem, operands.key) if needs_grad.key else None,
@@ -96,7 +97,7 @@ def backward(
         sums = _backward_loops(problem, sums, row_is_live, out, lse, dout, dlse)
 
     def finish(x: jax.Array | None, like: jax.Array) -> jax.Array | None:
-        return None if x is None else ungrouped(x).astype(like.dtype)
+        return None if x is None else ungrouped(x[:, :, None]).astype(like.dtype)
 
     dbias = None
     if needs_bias_grad and bias is not None:
@@ -108,9 +109,9 @@ def backward(
                 dbias = summed(dlse.transpose(0, 2, 1)[..., None], shape)
         dbias = dbias.astype(bias.dtype)
     return Gradients(
-        query=finish(sums.query, operands.query),
-        key=finish(None if sums.key is None else sums.key[:, :, None], operands.key),
-        value=finish(None if sums.value is None else sums.value[:, :, None], operands.value),
+        query=sums.query,
+        key=finish(sums.key, operands.key),
+        value=finish(sums.value, operands.value),
         bias=dbias,
         captured=tuple(
             None if x is None else x.astype(like.dtype)
@@ -204,7 +205,9 @@ def _backward_loops(
         dquery = None if sums.query is None else problem.zeros(*query.shape)
         block = problem.each_key_block(row, key_block, sums._replace(query=dquery))
         if sums.query is not None and block.query is not None:
-            block = block._replace(query=added(sums.query, block.query, (3, row)))
+            # Exact in the gradient's own dtype: rows that blocks share are zero in the later one.
+            dquery = ungrouped(block.query).astype(sums.query.dtype)
+            block = block._replace(query=added(sums.query, dquery, (1, row)))
         return block
 
     return rows.each(query_block, sums)
