@@ -20,7 +20,14 @@ from jax_memeff._blockwise import derivatives as blockwise
 from jax_memeff._call import sinks
 from jax_memeff._call.gradients import NeedsGrad, gradients_needed, named_arrays, needs_grad_of
 from jax_memeff._call.options import Options
-from jax_memeff._cuda import buffers, fixed_point_sums, functions, paged_calls, selection
+from jax_memeff._cuda import (
+    buffers,
+    fixed_point_sums,
+    functions,
+    key_lists,
+    paged_calls,
+    selection,
+)
 from jax_memeff._cuda.buffers import ROW_STATISTICS, Buffer
 from jax_memeff._cuda.custom_call import custom_call
 from jax_memeff.codegen.spec import KernelSpec
@@ -30,6 +37,40 @@ from jax_memeff.errors import UnsupportedError
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
     """Lowering rule of ``attention_fwd`` on CUDA."""
     types, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
+    if types.mask.key_lists:
+        return _lower_lists(ctx, *values, types=types, options=options)
+    return _lower_parts(ctx, types, operands, options)
+
+
+def _lower_lists(ctx: mlir.LoweringRuleContext, *values: Any, types: Any, options: Options):
+    """A call with lists of keys, as one with pages."""
+    paged, paged_options, lists = selection.in_pages(types, options)
+    tree = jax.tree.structure(types)
+
+    def before(*leaves: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(lists.in_pages(jax.tree.unflatten(tree, leaves), options))
+
+    avals, structure = jax.tree.flatten(paged)
+    avals = [ShapedArray(aval.shape, aval.dtype) for aval in avals]
+    own = mlir.lower_fun(before, multiple_results=True)(ctx.replace(avals_out=avals), *values)
+    _, rows, heads, _ = paged.query.shape
+    shapes = [(1, rows, heads, paged.value_dim), *[(1, rows, heads)] * (len(ctx.avals_out) - 1)]
+    results = [
+        ShapedArray(shape, aval.dtype) for shape, aval in zip(shapes, ctx.avals_out, strict=True)
+    ]
+    found = _lower_parts(
+        ctx.replace(avals_in=avals, avals_out=results),
+        jax.tree.unflatten(structure, avals),
+        jax.tree.unflatten(structure, own),
+        paged_options,
+    )
+    after = functools.partial(key_lists.as_in_lists, shapes=[aval.shape for aval in ctx.avals_out])
+    reshape = mlir.lower_fun(lambda *leaves: after(leaves), multiple_results=True)
+    return reshape(ctx.replace(avals_in=results), *found)
+
+
+def _lower_parts(ctx: mlir.LoweringRuleContext, types: Any, operands: Any, options: Options):
+    """The custom calls of a forward: two for a mixed batch."""
     results: Sequence[Any] = ()
     for part in paged_calls.parts_of(types):
         replaced = paged_calls.sequence_buffers(ctx, part, operands)

@@ -14,7 +14,7 @@ from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.values import require_static
-from jax_memeff._cuda import buffers, paged_calls
+from jax_memeff._cuda import buffers, key_lists, paged_calls
 from jax_memeff._cuda.problem import KernelCall, problem_of, sizes_of
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import gpu
@@ -32,6 +32,8 @@ def kernels(
     is_tangent: bool = False,
 ) -> dict[str, KernelSpec]:
     """The kernel for each architecture, by default for those that the program may run on."""
+    if avals.mask.key_lists and needs_grad is None:
+        avals, options, _ = in_pages(avals, options, archs)
     require_static(
         {
             "query": avals.query.shape,
@@ -47,6 +49,25 @@ def kernels(
     return {arch: on_architecture(call, arch) for arch in archs or _architectures()}
 
 
+def in_pages(
+    avals: Any, options: Options, archs: Sequence[str] = ()
+) -> tuple[Operands, Options, key_lists.Lists]:
+    """The types of the call with pages that computes the forward of a call with lists of keys, its
+    options, and how it is made.
+
+    Raises:
+        UnsupportedError: no kernel computes it.
+    """
+    lists, types = key_lists.in_pages(avals, options, copies_values=False)
+    if options.latent_dim is not None:
+        try:
+            kernels(types, lists.options, None, archs)
+        except UnsupportedError:
+            # The values of latent calls without lists are copied, too.
+            lists, types = key_lists.in_pages(avals, options, copies_values=True)
+    return types, lists.options, lists
+
+
 def kernels_of_primitive(
     avals: Sequence[Any],
     *,
@@ -57,13 +78,15 @@ def kernels_of_primitive(
 ) -> list[dict[str, KernelSpec]]:
     """The kernels of a primitive with these types and parameters, by architecture.
 
-    A mixed batch of prompts and decode steps has two kernels for each architecture. Without
-    ``archs`` the architectures are those that the program would be compiled for.
+    A mixed batch of prompts and decode steps has two kernels for each architecture, and a backward
+    in plain JAX has none. Without ``archs`` the architectures are those that the program would be compiled for.
 
     Raises:
         UnsupportedError: as the lowering would.
     """
     operands = jax.tree.unflatten(tree, avals)
+    if needs_grad is not None and not key_lists.have_backward(avals, tree=tree):
+        return []
     types = buffers.separate(operands if needs_grad is None else operands[0])
     parts = paged_calls.parts_of(types)
     return [kernels(part.types, options, needs_grad, archs) for part in parts]
