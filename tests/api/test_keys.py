@@ -596,24 +596,6 @@ def test_check_reports_values():
         call(mask=Mask.keys(distinct, unique_indices=True))
 
 
-@pytest.mark.quick
-def test_kernels_refuse_lists(monkeypatch):
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
-    x = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
-    lists = jax.ShapeDtypeStruct((64, 8), jnp.int32)
-
-    def attend(x, indices, **options):
-        return dot_product_attention(x, x, x, mask=Mask.keys(indices), **options)
-
-    traced = jax.jit(attend).trace(x, lists)
-    with pytest.raises(
-        jax_memeff.UnsupportedError, match=r"Mask.keys\) have no kernel yet: pass imp"
-    ):
-        traced.lower(lowering_platforms=("cuda",))
-    plain = jax.jit(functools.partial(attend, implementation="xla")).trace(x, lists)
-    assert "jax_memeff_forward" not in plain.lower(lowering_platforms=("cuda",)).as_text()
-
-
 def test_pictures_and_blocks():
     indices = lists(38)
     mask = Mask.keys(indices)
