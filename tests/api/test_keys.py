@@ -424,6 +424,69 @@ def test_sharded(name, axis_type, assert_close):
         assert_close(jax.tree.map(np.asarray, got), want, 1e-6)
 
 
+DIM = 5
+
+
+def with_latent_values(query, key, indices, is_latent: bool = True, **arguments: Any) -> Any:
+    """A call whose values are columns of the keys, as one array or as two."""
+    mask = Mask.keys(indices) & Mask.causal("bottom_right")
+    value = None if is_latent else key[..., :DIM]
+    dim = {"value_dim": DIM} if is_latent else {}
+    return dot_product_attention(query, key, value, mask=mask, **dim, **arguments)
+
+
+def latent_gradients(query, key, indices, **arguments: Any) -> Any:
+    def loss(arrays):
+        out, lse = with_latent_values(*arrays, indices, return_residual=True, **arguments)
+        rows = jnp.where(jnp.isinf(lse), 0, lse)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(rows**2), (out, lse)
+
+    return jax.value_and_grad(loss, has_aux=True)((query, key))
+
+
+@pytest.mark.parametrize("axes", [None, (0, None, None), (None, 0, None), (None, None, 0)])
+def test_gradients_of_latent_values(axes, assert_close):
+    """The gradient of the values is a part of that of the keys, under every ``jax.vmap``."""
+    many = normal(50, 3, B, T, N, H), normal(51, 3, B, S, K, H), jnp.stack([*map(lists, (52, 53, 54))])
+    given = [x[0] for x in many]
+    if axes is not None:
+        given = [x if axis == 0 else x[0] for x, axis in zip(many, axes, strict=True)]
+    found = []
+    for is_latent in (True, False):
+        function = functools.partial(latent_gradients, is_latent=is_latent)
+        mapped = function if axes is None else jax.vmap(function, axes)
+        found.append(jax.jit(mapped, compiler_options=UNOPTIMISED)(*given))
+    assert_close(*found, 1e-6)
+
+
+def test_derivatives_of_latent_values(assert_close):
+    indices, tangents = lists(55), (normal(56, B, T, N, H), normal(57, B, S, K, H))
+    found = []
+    for is_latent in (True, False):
+
+        def gradient(query, key, is_latent=is_latent):
+            return latent_gradients(query, key, indices, is_latent=is_latent)[1]
+
+        def both(arrays, tangents, gradient=gradient):
+            with jax_memeff.forward_mode():
+                return jax.jvp(gradient, arrays, tangents)
+
+        found.append(jax.jit(both, compiler_options=UNOPTIMISED)((QUERY, KEY), tangents))
+    assert_close(*found, 1e-5)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_latent_values(axis_type, assert_close):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), (axis_type,) * 2, devices=jax.devices("cpu")[:4])
+    given, call = (QUERY, KEY, lists(58)), jax.jit(latent_gradients, compiler_options=UNOPTIMISED)
+    want = call(*given)
+    specs = P("a", None, "b"), P("a", None, "b"), P("a", "b")
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)
+    ]
+    assert_close(jax.tree.map(np.asarray, call(*placed)), want, 1e-6)
+
+
 def test_memory_and_work_are_those_of_the_lists():
     """No array, forward or backward, has the size of the scores, and no product has their work."""
     length, count = 4096, 8
