@@ -24,7 +24,6 @@ from jax_memeff._cuda import (
     buffers,
     fixed_point_sums,
     functions,
-    key_lists,
     paged_calls,
     selection,
 )
@@ -44,29 +43,30 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
 
 def _lower_lists(ctx: mlir.LoweringRuleContext, *values: Any, types: Any, options: Options):
     """A call with lists of keys, as one with pages."""
-    paged, paged_options, lists = selection.in_pages(types, options)
-    tree = jax.tree.structure(types)
+    convert, paged, paged_options = selection.in_pages(types, options)
+    structure = jax.tree.structure(types)
 
-    def before(*leaves: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(lists.in_pages(jax.tree.unflatten(tree, leaves), options))
+    def leaves_in_pages(*leaves: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(convert(jax.tree.unflatten(structure, leaves)))
 
-    avals, structure = jax.tree.flatten(paged)
+    avals, structure_in_pages = jax.tree.flatten(paged)
     avals = [ShapedArray(aval.shape, aval.dtype) for aval in avals]
-    own = mlir.lower_fun(before, multiple_results=True)(ctx.replace(avals_out=avals), *values)
-    _, rows, heads, _ = paged.query.shape
-    shapes = [(1, rows, heads, paged.value_dim), *[(1, rows, heads)] * (len(ctx.avals_out) - 1)]
+    lower = mlir.lower_fun(leaves_in_pages, multiple_results=True)
+    leaves = lower(ctx.replace(avals_out=avals), *values)
+    rows = paged.query.shape[:3]
+    shapes = [(*rows, paged.value_dim), *[rows] * (len(ctx.avals_out) - 1)]
     results = [
         ShapedArray(shape, aval.dtype) for shape, aval in zip(shapes, ctx.avals_out, strict=True)
     ]
+    own, operands = (jax.tree.unflatten(structure_in_pages, x) for x in (avals, leaves))
     found = _lower_parts(
-        ctx.replace(avals_in=avals, avals_out=results),
-        jax.tree.unflatten(structure, avals),
-        jax.tree.unflatten(structure, own),
-        paged_options,
+        ctx.replace(avals_in=avals, avals_out=results), own, operands, paged_options
     )
-    after = functools.partial(key_lists.as_in_lists, shapes=[aval.shape for aval in ctx.avals_out])
-    reshape = mlir.lower_fun(lambda *leaves: after(leaves), multiple_results=True)
-    return reshape(ctx.replace(avals_in=results), *found)
+
+    def reshaped(*results: jax.Array) -> list[jax.Array]:
+        return [x.reshape(aval.shape) for x, aval in zip(results, ctx.avals_out, strict=True)]
+
+    return mlir.lower_fun(reshaped, multiple_results=True)(ctx.replace(avals_in=results), *found)
 
 
 def _lower_parts(ctx: mlir.LoweringRuleContext, types: Any, operands: Any, options: Options):

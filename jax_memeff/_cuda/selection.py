@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ def kernels(
 ) -> dict[str, KernelSpec]:
     """The kernel for each architecture, by default for those that the program may run on."""
     if avals.mask.key_lists and needs_grad is None:
-        avals, options, _ = in_pages(avals, options, archs)
+        _, avals, options = in_pages(avals, options, archs)
     require_static(
         {
             "query": avals.query.shape,
@@ -50,22 +51,31 @@ def kernels(
 
 
 def in_pages(
-    avals: Any, options: Options, archs: Sequence[str] = ()
-) -> tuple[Operands, Options, key_lists.Lists]:
-    """The types of the call with pages that computes the forward of a call with lists of keys, its
-    options, and how it is made.
+    types: Any, options: Options, archs: Sequence[str] = ()
+) -> tuple[Callable[[Any], Operands], Operands, Options]:
+    """How a forward with lists of keys becomes one with pages: the function of its operands, and
+    the types of operands and the options of the call with pages.
 
     Raises:
-        UnsupportedError: no kernel computes it.
+        UnsupportedError: kernels would need the positions of keys.
     """
-    lists, types = key_lists.in_pages(avals, options, copies_values=False)
+    key_lists.require_no_positions(types, options)
+    own_options = key_lists.options_in_pages(options)
+
+    def converted(copies_values: bool) -> tuple[Callable[[Any], Operands], Operands]:
+        convert = functools.partial(
+            key_lists.in_pages, options=options, copies_values=copies_values
+        )
+        return convert, jax.eval_shape(convert, types)
+
+    convert, paged = converted(copies_values=False)
     if options.latent_dim is not None:
         try:
-            kernels(types, lists.options, None, archs)
+            kernels(paged, own_options, None, archs)
         except UnsupportedError:
-            # The values of latent calls without lists are copied, too.
-            lists, types = key_lists.in_pages(avals, options, copies_values=True)
-    return types, lists.options, lists
+            # As in calls without lists, which copy the values.
+            convert, paged = converted(copies_values=True)
+    return convert, paged, own_options
 
 
 def kernels_of_primitive(
@@ -79,7 +89,8 @@ def kernels_of_primitive(
     """The kernels of a primitive with these types and parameters, by architecture.
 
     A mixed batch of prompts and decode steps has two kernels for each architecture, and a backward
-    in plain JAX has none. Without ``archs`` the architectures are those that the program would be compiled for.
+    in plain JAX has none. Without ``archs`` the architectures are those that the program would be
+    compiled for.
 
     Raises:
         UnsupportedError: as the lowering would.

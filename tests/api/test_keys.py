@@ -427,17 +427,16 @@ def test_sharded(name, axis_type, assert_close):
 DIM = 5
 
 
-def with_latent_values(query, key, indices, is_latent: bool = True, **arguments: Any) -> Any:
-    """A call whose values are columns of the keys, as one array or as two."""
+def latent_gradients(query: Any, key: Any, indices: Any, is_latent: bool = True) -> Any:
+    """(out, lse), and the gradients of the arrays; values are columns of the keys, or a copy."""
     mask = Mask.keys(indices) & Mask.causal("bottom_right")
-    value = None if is_latent else key[..., :DIM]
-    dim = {"value_dim": DIM} if is_latent else {}
-    return dot_product_attention(query, key, value, mask=mask, **dim, **arguments)
 
-
-def latent_gradients(query, key, indices, **arguments: Any) -> Any:
-    def loss(arrays):
-        out, lse = with_latent_values(*arrays, indices, return_residual=True, **arguments)
+    def loss(arrays: Any) -> Any:
+        query, key = arrays
+        value = (None, DIM) if is_latent else (key[..., :DIM], None)
+        out, lse = dot_product_attention(
+            query, key, value[0], mask=mask, value_dim=value[1], return_residual=True
+        )
         rows = jnp.where(jnp.isinf(lse), 0, lse)
         return jnp.sum(jnp.sin(out)) + jnp.sum(rows**2), (out, lse)
 
@@ -447,7 +446,11 @@ def latent_gradients(query, key, indices, **arguments: Any) -> Any:
 @pytest.mark.parametrize("axes", [None, (0, None, None), (None, 0, None), (None, None, 0)])
 def test_gradients_of_latent_values(axes, assert_close):
     """The gradient of the values is a part of that of the keys, under every ``jax.vmap``."""
-    many = normal(50, 3, B, T, N, H), normal(51, 3, B, S, K, H), jnp.stack([*map(lists, (52, 53, 54))])
+    many = (
+        normal(50, 3, B, T, N, H),
+        normal(51, 3, B, S, K, H),
+        jnp.stack([*map(lists, (52, 53, 54))]),
+    )
     given = [x[0] for x in many]
     if axes is not None:
         given = [x if axis == 0 else x[0] for x, axis in zip(many, axes, strict=True)]

@@ -432,12 +432,26 @@ LISTS = [
             LISTED(keys=("BKT", 33), sinks=True, **LISTED_PACKED, **BOTTOM_RIGHT),
             LISTED(keys=("B1T", 33), H=72, Hv=88, segments=2, boolean=("B11S",), **LISTED_PACKED),
             LISTED(N=2, dtype="float32", position=((9, 0, 64), (0, 16, 32)), **WINDOW),
-            LISTED(B=6, K=1, shared=(("key", 2, 3), ("value", 2, 3), ("boolean", 2, 3)),
-                   boolean=("B1TS",)),
+            LISTED(
+                B=6,
+                K=1,
+                shared=(("key", 2, 3), ("value", 2, 3), ("boolean", 2, 3)),
+                boolean=("B1TS",),
+            ),
             LISTED(B=6, K=2, shared=(("key", 2, 3), ("value", 6, 1))),
         )
         for arch in ("sm_80", "sm_90a")
     )
 ]
 LISTS += [Run(LISTED(projections=True, K=4, S=13, sinks=True, **CAUSAL), "sm_80", splits=True)]
-RUNS = LISTS + SM80 + SM90 + CONSUMER_GROUPS + SHARES + FLOAT32 + LARGE_DIMS + LARGE_GRADIENTS + POSITIONS
+RUNS = (
+    LISTS
+    + SM80
+    + SM90
+    + CONSUMER_GROUPS
+    + SHARES
+    + FLOAT32
+    + LARGE_DIMS
+    + LARGE_GRADIENTS
+    + POSITIONS
+)

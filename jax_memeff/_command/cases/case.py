@@ -32,6 +32,8 @@ class Case:
     segments: bool = False
     boolean: str = ""
     """The dims of a boolean mask, a letter of "BNTS" or 1 each: "B1TS"."""
+    keys: bool = False
+    """Whether rows have lists of a quarter of the keys, with repeats."""
     mask_function: str = ""
     """``"blocks"``, or the user's MODULE:NAME."""
     score_function: str = ""

@@ -72,7 +72,9 @@ def test_latent_calls_take_the_latent_kernel_without_a_copy(heads, fake_compiler
 def test_keys_of_several_heads_are_not_copied(own_lists, fake_compiler):
     x = shape(2, 3000, 4, 64)
     lists = shape(2, 4 if own_lists else 1, 3000, 32, dtype=jnp.int32)
-    text = lower(lambda *x: attention(*x[:3], mask=Mask.keys(x[3])), shape(2, 3000, 8, 64), x, x, lists)
+    text = lower(
+        lambda *x: attention(*x[:3], mask=Mask.keys(x[3])), shape(2, 3000, 8, 64), x, x, lists
+    )
     assert not copies(text, 2 * 3000 * 4 * 64)
     (call,) = attention_calls(text)
     pool = "1x24000x1x64xbf16" if own_lists else "1x6000x4x64xbf16"
@@ -102,8 +104,10 @@ def test_packed_and_paged_calls(fake_compiler):
 
 @pytest.mark.quick
 def test_a_backward_is_plain_jax(fake_compiler):
-    def gradient(query, key, lists):
-        return jax.grad(lambda x: latent_call(*x, lists).astype(jnp.float32).sum())((query, key))
+    def loss(query, key, lists):
+        return latent_call(query, key, lists).astype(jnp.float32).sum()
+
+    gradient = jax.grad(loss, (0, 1))
 
     given = latent(16)
     text = lower(gradient, *given)
@@ -137,12 +141,18 @@ HEADS = jnp.arange(4.0)
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"bias": np.zeros((40, 40), np.float32)}, "with: the bias"),
-        ({"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, "with: dropout"),
-        ({"mask": Mask.boolean(np.ones((4, 1, 40), bool))}, "a boolean mask with a row for each"),
+        ({"bias": np.zeros((40, 40), np.float32)}, "cannot have: a bias"),
+        ({"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, "cannot have: dropout"),
+        (
+            {"mask": Mask.boolean(np.ones((4, 1, 40), bool))},
+            "a boolean mask with an element for each head",
+        ),
         ({"mask": Mask.function(lambda b, h, q, k: k % 4 != h)}, "a mask function of the head"),
-        ({"score_mod": lambda s, b, h, q, k: s + k}, "a score function of the key's position"),
-        ({"score_mod": lambda s, b, h, q, k: s * HEADS[h]}, "score function of the head, and each"),
+        ({"score_mod": lambda s, b, h, q, k: s + k}, "a score function of the column"),
+        (
+            {"score_mod": lambda s, b, h, q, k: s * HEADS[h]},
+            "score function of the head, if key heads have",
+        ),
     ],
 )
 def test_what_needs_positions_is_refused(given, text):
@@ -174,13 +184,15 @@ def test_scales_of_pages_are_refused():
         return paged_attention(query, pool, pool, table, lengths, mask=mask, **scales)
 
     lower(lambda x: call(x, key_scale=jnp.ones(2)), query)
-    with pytest.raises(UnsupportedError, match="a scale for each page"):
+    with pytest.raises(UnsupportedError, match="scales for each page"):
         lower(lambda x: call(x, key_scale=jnp.ones((9, 2))), query)
 
 
 @pytest.mark.parametrize("heads", [1, 4])
 def test_the_kernel_of_a_shard(heads, fake_compiler):
-    mesh = jax.make_mesh((2, 2), ("a", "b"), (AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:4])
+    mesh = jax.make_mesh(
+        (2, 2), ("a", "b"), (AxisType.Explicit,) * 2, devices=jax.devices("cpu")[:4]
+    )
 
     def placed(x, *axes):
         return jax.device_put(x, NamedSharding(mesh, P(*axes)))
@@ -190,6 +202,7 @@ def test_the_kernel_of_a_shard(heads, fake_compiler):
     with jax.set_mesh(mesh):
         text = lower(lambda x, lists: attention(x, x, x, mask=Mask.keys(lists)), x, lists)
     (call,) = attention_calls(text)
-    query, pool = ("1x80x1x64xbf16", "1x80x1x64xbf16") if heads > 1 else (
-        "1x40x2x64xbf16", "1x40x2x64xbf16")
+    query, pool = (
+        ("1x80x1x64xbf16", "1x80x1x64xbf16") if heads > 1 else ("1x40x2x64xbf16", "1x40x2x64xbf16")
+    )
     assert types_of(call)[0][:2] == [query, pool]

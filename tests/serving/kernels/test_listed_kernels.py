@@ -129,6 +129,8 @@ class Call:
         settings: dict[str, Any] = {"sinks": self.sinks, "return_residual": True}
         if "soft cap" in self.features:
             settings["logits_soft_cap"] = CAP
+        if self.in_pages:  # these are causal by default
+            settings["is_causal"] = "causal" in self.features
         if self.is_latent:
             settings["value_dim"] = self.dims[1]
         # Rows of calls without pages count from the first new token.
@@ -172,7 +174,7 @@ class Call:
         return found
 
     def program(self, *arrays: Any) -> Any:
-        *arrays, lists = arrays
+        *given, lists = arrays
         settings = self.settings(lists)
         made = self.made
         if self.form == "padded":
@@ -180,15 +182,15 @@ class Call:
                 "query_seq_lengths": np.array(self.counts),
                 "key_value_seq_lengths": np.array(self.lengths),
             }
-            return dot_product_attention(*arrays, **lengths, **settings)
+            return dot_product_attention(*given, **lengths, **settings)
         if self.form == "packed":
             starts = np.cumsum([2, *self.lengths])
             sizes = max(self.counts), max(self.lengths)
-            return varlen_attention(*arrays, made.starts, starts, *sizes, **settings)
+            return varlen_attention(*given, made.starts, starts, *sizes, **settings)
         if self.form == "ragged pages":
             starts = {"query_starts": made.starts, "max_query_length": max(self.counts)}
-            return paging.paged_attention(*arrays, **starts, **settings)
-        query, *others = arrays
+            return paging.paged_attention(*given, **starts, **settings)
+        query, *others = given
         query = query.reshape(len(self.counts), -1, *query.shape[1:])
         settings["mask"] = dataclasses.replace(settings["mask"], key_lists=()) & Mask.keys(
             jnp.swapaxes(lists.reshape(*query.shape[:2], *lists.shape[1:]), 1, 2)
@@ -204,9 +206,7 @@ class Call:
         out, lse = jax.tree.map(np.asarray, run(*jax.tree.map(jnp.asarray, self.arrays())))
         if self.form != "padded":
             return out, lse
-        tokens = [
-            np.zeros((len(self.made.query), *x.shape[2:]), x.dtype) for x in (out, lse)
-        ]
+        tokens = [np.zeros((len(self.made.query), *x.shape[2:]), x.dtype) for x in (out, lse)]
         tokens[1][:] = -np.inf
         for whole, x in zip(tokens, (out, lse), strict=True):
             for own, start, count in zip(x, self.made.starts, self.counts, strict=False):
