@@ -141,8 +141,8 @@ def dot_product_attention(
             TF32 product for ``"default"``.
         deterministic_backward: Every gradient is bit-equal from run to run. The output always is,
             and so are the gradients of key and value if N == K.
-        value_dim: Hv if ``value`` is None, a Python integer. The columns are copied;
-            :func:`jax_memeff.paged_attention` reads them in place.
+        value_dim: Hv if ``value`` is None, a Python integer. The columns are copied, except with
+            ``Mask.keys``; :func:`jax_memeff.paged_attention` reads them in place.
         return_residual: Also return the logsumexp, which is differentiable.
         return_max_logits: Also return the largest valid score ``s`` of each head, as used by
             QK-clip (Kimi K2, https://arxiv.org/abs/2507.20534): after soft cap, bias and masks,
