@@ -35,16 +35,7 @@ def kernels(
     """The kernel for each architecture, by default for those that the program may run on."""
     if avals.mask.key_lists and needs_grad is None:
         _, avals, options = in_pages(avals, options, archs)
-    require_static(
-        {
-            "query": avals.query.shape,
-            "key": avals.key.shape,
-            "value": avals.value.shape,
-            "scores": avals.scores_shape,
-        },
-        where="programs for CUDA need static sizes",
-        remedy="export a program for each size, or pass implementation='xla'",
-    )
+    _require_static(avals)
     _require_lengths(avals)
     call = KernelCall(avals, options, needs_grad, is_tangent)
     return {arch: on_architecture(call, arch) for arch in archs or _architectures()}
@@ -59,6 +50,7 @@ def in_pages(
     Raises:
         UnsupportedError: kernels would need the positions of keys.
     """
+    _require_static(buffers.separate(types))
     key_lists.require_no_positions(types, options)
     own_options = key_lists.options_in_pages(options)
 
@@ -125,6 +117,16 @@ def on_architecture(call: KernelCall, arch: str) -> KernelSpec:
     problem = problem_of(call, arch)
     sizes = sizes_of(call.operands, call.options.divisors)
     return select(problem, choose(problem, sizes, gpu.multiprocessors(arch)))
+
+
+def _require_static(avals: Any) -> None:
+    shapes = {name: getattr(avals, name) for name in ("query", "key", "value")}
+    require_static(
+        {name: x.shape for name, x in shapes.items() if x is not None}
+        | {"scores": avals.scores_shape},
+        where="programs for CUDA need static sizes",
+        remedy="export a program for each size, or pass implementation='xla'",
+    )
 
 
 def _require_lengths(avals: Operands) -> None:

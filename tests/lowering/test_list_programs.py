@@ -25,7 +25,7 @@ paged_attention: Any = jax_memeff.paged_attention
 pytestmark = pytest.mark.usefixtures("hopper")
 
 
-def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def shape(*sizes: Any, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
@@ -172,6 +172,20 @@ def test_what_needs_positions_is_refused(given, text):
             X,
         )
     )
+
+
+def test_symbolic_sizes_are_refused():
+    (batch,) = jax.export.symbolic_shape("b")
+    query, key = (shape(batch, 9, heads, 64) for heads in (4, 2))
+    call = jax.jit(lambda q, k: attention(q, k, k, mask=Mask.keys(jnp.zeros((9, 3), jnp.int32))))
+    with pytest.raises(UnsupportedError, match="programs for CUDA need static sizes"):
+        jax.export.export(call, platforms=["cuda"])(query, key)
+
+
+def test_a_picture_has_no_tiles_of_lists():
+    mask = Mask.keys(LISTS)
+    with pytest.raises(ValueError, match=r"arch must be None for a mask with Mask.keys, got 'sm_9"):
+        jax_memeff.picture(X, X, X, mask=mask, arch="sm_90a")
 
 
 def test_scales_of_pages_are_refused():

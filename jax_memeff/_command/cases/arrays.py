@@ -95,7 +95,7 @@ class Arrays:
             count = min(math.prod(shape), _DISTINCT)
             drawn["boolean"] = np.resize(rng.random(count) < 0.8, shape)
         if case.keys:  # -1 and S are no key
-            shape = case.B, case.T, 1, -(-case.S // 4)
+            shape = case.B, case.T, 1, case.keys_of_row
             count = min(math.prod(shape), _DISTINCT)
             drawn["lists"] = np.resize(rng.integers(-1, case.S + 1, count, np.int32), shape)
         return cls(case, drawn)

@@ -43,6 +43,8 @@ class Call:
     page_size: int = 16
     is_missing: bool = False
     """Whether the pool lacks a page of every sequence that has two."""
+    scales: tuple[str, str] | None = None
+    """The layouts of the scales of a float8 pool."""
     seed: int = 0
 
     def __str__(self) -> str:
@@ -69,6 +71,8 @@ class Call:
             dtype=jnp.dtype(self.dtype),
             is_latent=self.is_latent,
         )
+        if self.scales:
+            made = paging.quantized(made, self.scales, np.random.default_rng(self.seed))
         if self.is_missing:
             gone = np.flatnonzero(made.lengths > self.page_size)
             made.table[gone, 1] = np.resize([-1, len(made.key_pages), 2**31 - 1], len(gone))
@@ -131,6 +135,8 @@ class Call:
             settings["logits_soft_cap"] = CAP
         if self.in_pages:  # these are causal by default
             settings["is_causal"] = "causal" in self.features
+            settings["batch_invariant"] = "invariant" in self.features
+            settings |= self.made.scales
         if self.is_latent:
             settings["value_dim"] = self.dims[1]
         # Rows of calls without pages count from the first new token.
@@ -276,6 +282,15 @@ OTHERS: list[tuple[str, Call]] = [
     ("sm_80", Call("ragged pages", _LENGTHS, _COUNTS, 40, features=("score function", "causal"))),
     ("sm_90a", Call("padded", _LENGTHS, _COUNTS, 40, features=("score function", "sinks"))),
 ]
+# Results of a batch-invariant call, and pools of float8.
+PAGED: Any = {"form": "ragged pages", "lengths": _LENGTHS, "counts": _COUNTS, "count": 300}
+LATENT: Any = {**PAGED, "heads": (16, 1), "dims": (576, 512), "is_latent": True}
+OTHERS += [
+    ("sm_90a", Call(**PAGED, features=("invariant", "sinks"), is_missing=True)),
+    ("sm_90a", Call(**LATENT, features=("invariant", "causal"), seed=1)),
+    ("sm_80", Call(**PAGED, scales=("heads", "heads"), seed=2)),
+    ("sm_90a", Call(**LATENT, scales=("heads", "heads"), seed=3)),
+]
 CASES = [*OTHERS, *map(drawn, range(240))]
 
 
@@ -307,7 +322,7 @@ def test_emulated_kernels(arch, case, machine, assert_close):
 
 
 @pytest.mark.rotating(3)
-@pytest.mark.parametrize(("arch", "case"), CASES[10:22], ids=str)
+@pytest.mark.parametrize(("arch", "case"), CASES[len(OTHERS) : len(OTHERS) + 12], ids=str)
 def test_emulated_results_have_the_same_bits_on_every_schedule(arch, case, machine):
     first, other = (machine.submit(emulated, case, arch, seed).result(600) for seed in (0, 1))
     jax.tree.map(np.testing.assert_array_equal, first, other)
