@@ -49,7 +49,8 @@ class Run:
         time.
         """
         operands, _, _ = passed(self.case, *self.case.arrays(None))
-        directions = (None, self.case.needs_grad) if self.gradients else (None,)
+        has_backward = self.gradients and not self.case.keys  # that of lists is plain JAX
+        directions = (None, self.case.needs_grad) if has_backward else (None,)
         with pytest.MonkeyPatch.context() as patch, self.strategy():
             patch.setenv("JAX_MEMEFF_ARCHS", self.arch)
             found = [selection.kernels(operands, self.case.options, needs) for needs in directions]
@@ -421,7 +422,7 @@ SHARES = [
 LISTED = functools.partial(Case, B=3, T=13, S=70, N=4, K=2, keys=("BKT", 9))
 LISTED_PACKED: Any = {"lengths": ((13, 70), (7, 33), (0, 60)), "packed": True}
 LISTS = [
-    Run(case, arch, seed, multiprocessors=5, splits=seed % 3 != 0, gradients=False)
+    Run(case, arch, seed, 5, splits=seed % 3 != 0, gradients=case.packed or seed % 4 == 0)
     for seed, (arch, case) in enumerate(
         (arch, case)
         for case in (
