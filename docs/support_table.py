@@ -66,7 +66,8 @@ class Row:
             try:
                 select(problem, strategy if direction == "forward" else Strategy())
             except UnsupportedError as error:
-                return "not yet" if any(" yet" in reason for reason in error.reasons) else "no"
+                in_jax = any("computed in plain JAX" in reason for reason in error.reasons)
+                return "blockwise" if in_jax else "no"
         return "yes"
 
 

@@ -7,7 +7,7 @@ matrix are loops over ``FEATURES``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .bias import BIAS, AskedBias, CompiledBias
@@ -49,6 +49,7 @@ __all__ = [
     "CompiledBias",
     "Feature",
     "operands",
+    "read_as_pages",
     "together",
 ]
 
@@ -116,6 +117,15 @@ POSITION = {name: position for position, name in enumerate(BY_NAME)}
 def together() -> dict[str, Any]:
     """All features at once, as the features of a problem."""
     return {feature.name: feature.together for feature in FEATURES}
+
+
+def read_as_pages(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What lists of keys turn a forward into: packed sequences in pages of one key, without the
+    masks, which are applied to the lists.
+    """
+    pages = asked.get(PAGES.name, PAGES.off)._replace(size=1)
+    masks = (MASK, LENGTHS, SEGMENTS, BOOLEAN)
+    return {PACKED.name: True, PAGES.name: pages, **{each.name: each.off for each in masks}}
 
 
 NUMBERS = tuple(name for feature in FEATURES for name in feature.numbers)

@@ -5,6 +5,7 @@ The query, key and value of the latter are one array, as a fused projection prod
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -13,6 +14,7 @@ from jax.typing import ArrayLike
 from jax_memeff._api.arguments import PaddedArguments, in_full, latent_dim, with_defaults
 from jax_memeff._api.arrays import PADDED, QKV_PACKED, checked
 from jax_memeff._api.call import AttentionCall, canonical, padded
+from jax_memeff._call.divisors import with_values
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import Operands, QkvPackedOperands
 from jax_memeff._call.values import flag, takes_objects
@@ -139,8 +141,8 @@ def dot_product_attention(
             TF32 product for ``"default"``.
         deterministic_backward: Every gradient is bit-equal from run to run. The output always is,
             and so are the gradients of key and value if N == K.
-        value_dim: Hv if ``value`` is None, a Python integer. The columns are copied;
-            :func:`jax_memeff.paged_attention` reads them in place.
+        value_dim: Hv if ``value`` is None, a Python integer. The columns are copied, except with
+            ``Mask.keys``; :func:`jax_memeff.paged_attention` reads them in place.
         return_residual: Also return the logsumexp, which is differentiable.
         return_max_logits: Also return the largest valid score ``s`` of each head, as used by
             QK-clip (Kimi K2, https://arxiv.org/abs/2507.20534): after soft cap, bias and masks,
@@ -216,13 +218,16 @@ def prepare(
     named = with_defaults(PaddedArguments, arguments)
     arrays, sizes, batched = checked(PADDED, query=query, key=key, value=value)
     names = ("key", "value")
-    if (dim := latent_dim(value_dim, value is not None, sizes["H"], names)) is not None:
-        arrays["value"] = arrays["key"][..., :dim]
+    values_dim = latent_dim(value_dim, value is not None, sizes["H"], names)
     scores_shape = (sizes["B"], sizes["N"], sizes["T"], sizes["S"])
     dtype, dim = arrays["query"].dtype, sizes["H"]
     common = canonical(dtype, dim, scores_shape, sizes["K"], bias, mask, named)
     mask = padded(common, scores_shape, named, batched)
-    return AttentionCall(Operands(**arrays, mask=mask, **common.arrays), common.options, batched)
+    operands = Operands(**arrays, mask=mask, **common.arrays)
+    options = dataclasses.replace(common.options, latent_dim=values_dim)
+    if not mask.key_lists:
+        operands, options = with_values(operands, options)
+    return AttentionCall(operands, options, batched)
 
 
 @overload

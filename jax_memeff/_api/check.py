@@ -111,6 +111,8 @@ def check(
         ("key", operands.key, in_columns),
         ("value", operands.value, in_columns),
     ):
+        if array is None:
+            continue
         host = np.asarray(array)
         if not canonical.batched:
             host, valid = host[0], valid[0]

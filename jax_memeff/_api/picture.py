@@ -97,6 +97,11 @@ def picture(
     tile, title = _TILE, ""
     if not isinstance(arch, str | None):
         raise TypeError(f"arch must be a name such as 'sm_90a', or None, got {arch!r:.80}")
+    if arch is not None and operands.mask.key_lists:
+        raise ValueError(
+            f"arch must be None for a mask with Mask.keys, got {arch!r}: kernels have tiles of the "
+            "entries of lists, which are no tiles of the scores"
+        )
     if arch is not None:
         spec = selection.on_architecture(KernelCall(operands, options, None), arch)
         tile, title = (spec.tile.query, spec.tile.key), spec.name

@@ -34,6 +34,7 @@ from jax_memeff._call.divisors import (
     broadcastable,
     may_sum_gradient,
     whole,
+    with_values,
     without_divisors,
 )
 from jax_memeff._call.gradients import (
@@ -114,8 +115,7 @@ def _sums_of(
         for name, divisor in together.items():
             given[name] = broadcastable(given[name], divisor, batch)
         call = replaced(operands, given)
-        if isinstance(call, QkvPackedOperands):
-            call = call.separate()
+        call, _ = with_values(call, options)
         fixed = jnp.where(live_rows(operands.mask, lse), lse, jnp.inf)
         sizes = *call.scores_shape, call.query.shape[1], call.key.shape[1]
         if 0 in (*sizes, *(lists.indices.shape[3] for lists in call.mask.key_lists)):

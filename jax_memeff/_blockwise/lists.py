@@ -33,6 +33,8 @@ _LARGEST_GATHER = 2**18
 Measured on two CPU cores, with T 1024, 8 query heads on one key head of dim 64 and 128 keys a row:
 2**16 and 2**20 take 1.5 and 1.3 times as long in a forward and backward, 2**22 4.5 times.
 """
+_LARGEST_GATHER_ON_GPU = 2**24
+"""Not measured: a tile should have work for a whole GPU, and takes some ten kernels."""
 
 
 def problem_of(operands: Operands, options: Options, pools: Pools | None = None) -> Problem:
@@ -51,7 +53,8 @@ class ListedProblem(Problem):
         batch, length, heads, head_dim = operands.query.shape
         count = operands.mask.key_lists[0].indices.shape[3] if operands.columns else 0
         per_row = max(operands.key.shape[2] * (head_dim + operands.value_dim), heads)
-        rows = _LARGEST_GATHER // max(likely_batch(batch) * count * per_row, 1)
+        largest = _LARGEST_GATHER_ON_GPU if options.has_gpu_tiles else _LARGEST_GATHER
+        rows = largest // max(likely_batch(batch) * count * per_row, 1)
         if operands.pages is not None and operands.pages.is_invariant:
             rows = 1
         return dataclasses.replace(
@@ -66,8 +69,15 @@ class ListedProblem(Problem):
         lists = slice_axis(mask.key_lists[0].indices, row, self.rows.size, 2)
         divisor = self.options.divisors["mask.key_lists.0.indices"]
         lists = broadcastable(lists, divisor, self.group_shape[0])
-        sizes = self.rows.length, operands.columns
-        valid = mask_tiles.listed_elements(mask, sizes, row, lists, operands.position)
+        sizes, rows = (self.rows.length, operands.columns), self._rows(row)[0]
+        valid = mask_tiles.listed_elements(mask, sizes, rows, lists, operands.position)
+        for query_ids, key_ids in mask.segment_ids:
+            query_tile = slice_axis(query_ids, row, self.rows.size, 1)[:, None, :, None]
+            batch = lax.iota(jnp.int32, key_ids.shape[0]).reshape(-1, 1, 1, 1)
+            key_tile = key_ids.at[batch, lists].get(
+                mode="fill", fill_value=-1, wrap_negative_indices=False
+            )
+            valid &= (query_tile == key_tile) & (query_tile >= 0)
         columns = jnp.where(valid, lists, 0)
         if operands.pages is not None:
             pool_rows = operands.key.shape[1]

@@ -164,6 +164,22 @@ def whole(operands: AnyOperands, options: Options) -> AnyOperands:
     return mapped(one, operands)
 
 
+def with_values(operands: Any, options: Options) -> tuple[Operands, Options]:
+    """The same call with three arrays, if query, key and value are one, or keys have the values."""
+    if isinstance(operands, QkvPackedOperands):
+        return operands.separate(), options
+    if options.latent_dim is None:
+        return operands, options
+    own = options.divisors
+    shared = Divisors.of(
+        {**dict(own.operands), "value": own["key"]},
+        dict(own.gradients),
+    )
+    value = operands.key[..., : options.latent_dim]
+    options = dataclasses.replace(options, latent_dim=None, divisors=shared)
+    return operands._replace(value=value), options
+
+
 def without_divisors(options: Options) -> Options:
     """The options of :func:`whole` operands."""
     return dataclasses.replace(options, divisors=Divisors())

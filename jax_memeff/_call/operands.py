@@ -53,8 +53,9 @@ class Operands(NamedTuple):
     """[B, T, N, H]"""
     key: jax.Array
     """[B, S, K, H], or with fewer batch indices: :class:`jax_memeff._call.options.Divisors`"""
-    value: jax.Array
-    """[B, S, K, Hv], likewise"""
+    value: Any
+    """[B, S, K, Hv], likewise; None if ``Options.latent_dim`` says which columns of the keys they
+    are, as in padded calls with lists of keys"""
     bias: jax.Array | None
     """[1|B, 1|N, 1|T, 1|S], likewise, of the query's dtype or float32"""
     mask: Mask

@@ -71,6 +71,10 @@ class Options:
     default names of ``derivatives.named``."""
     has_whole_rows: bool = True
     """Whether the keys are all keys of each row; a product of a ring has a part of them."""
+    latent_dim: int | None = None
+    """The number of columns of the keys that are the values, if ``Operands.value`` is None."""
+    has_gpu_tiles: bool = False
+    """Whether tiles of listed keys have the size for a GPU on the blockwise path."""
     divisors: Divisors = dataclasses.field(default_factory=Divisors)
     batch_axes: tuple[int, ...] = ()
     """The sizes of the axes that ``jax.vmap`` put into the batch, outermost first, and of the

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
@@ -35,6 +36,9 @@ from jax_memeff.codegen.spec import KernelSpec
 
 ROW_STATISTICS = (1, 2, 0)
 """The layout of logsumexps, minor to major: [B, T, N] for users and [B, N, T] in memory."""
+
+
+_LARGEST_CONSTANT = 1 << 12
 
 
 class Buffer(NamedTuple):
@@ -183,8 +187,10 @@ def computed(
 
 def constant_range(ctx: mlir.LoweringRuleContext, name: str, size: int) -> Buffer:
     """int32[1, size], the numbers from 0 on. XLA would replace an array of rank 1 by an iota, which
-    it computes in a kernel.
+    it computes in a kernel. That is better than a large constant in the program.
     """
+    if size > _LARGEST_CONSTANT:
+        return computed(ctx, name, lambda: lax.broadcasted_iota(jnp.int32, (1, size), 1), (), ())
     return constant(ctx, name, np.arange(size, dtype=np.int32)[None])
 
 

@@ -20,7 +20,13 @@ from jax_memeff._blockwise import derivatives as blockwise
 from jax_memeff._call import sinks
 from jax_memeff._call.gradients import NeedsGrad, gradients_needed, named_arrays, needs_grad_of
 from jax_memeff._call.options import Options
-from jax_memeff._cuda import buffers, fixed_point_sums, functions, paged_calls, selection
+from jax_memeff._cuda import (
+    buffers,
+    fixed_point_sums,
+    functions,
+    paged_calls,
+    selection,
+)
 from jax_memeff._cuda.buffers import ROW_STATISTICS, Buffer
 from jax_memeff._cuda.custom_call import custom_call
 from jax_memeff.codegen.spec import KernelSpec
@@ -30,6 +36,41 @@ from jax_memeff.errors import UnsupportedError
 def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, options: Options):
     """Lowering rule of ``attention_fwd`` on CUDA."""
     types, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
+    if types.mask.key_lists:
+        return _lower_lists(ctx, *values, types=types, options=options)
+    return _lower_parts(ctx, types, operands, options)
+
+
+def _lower_lists(ctx: mlir.LoweringRuleContext, *values: Any, types: Any, options: Options):
+    """A call with lists of keys, as one with pages."""
+    convert, paged, paged_options = selection.in_pages(types, options)
+    structure = jax.tree.structure(types)
+
+    def leaves_in_pages(*leaves: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(convert(jax.tree.unflatten(structure, leaves)))
+
+    avals, structure_in_pages = jax.tree.flatten(paged)
+    avals = [ShapedArray(aval.shape, aval.dtype) for aval in avals]
+    lower = mlir.lower_fun(leaves_in_pages, multiple_results=True)
+    leaves = lower(ctx.replace(avals_out=avals), *values)
+    rows = paged.query.shape[:3]
+    shapes = [(*rows, paged.value_dim), *[rows] * (len(ctx.avals_out) - 1)]
+    results = [
+        ShapedArray(shape, aval.dtype) for shape, aval in zip(shapes, ctx.avals_out, strict=True)
+    ]
+    own, operands = (jax.tree.unflatten(structure_in_pages, x) for x in (avals, leaves))
+    found = _lower_parts(
+        ctx.replace(avals_in=avals, avals_out=results), own, operands, paged_options
+    )
+
+    def reshaped(*results: jax.Array) -> list[jax.Array]:
+        return [x.reshape(aval.shape) for x, aval in zip(results, ctx.avals_out, strict=True)]
+
+    return mlir.lower_fun(reshaped, multiple_results=True)(ctx.replace(avals_in=results), *found)
+
+
+def _lower_parts(ctx: mlir.LoweringRuleContext, types: Any, operands: Any, options: Options):
+    """The custom calls of a forward: two for a mixed batch."""
     results: Sequence[Any] = ()
     for part in paged_calls.parts_of(types):
         replaced = paged_calls.sequence_buffers(ctx, part, operands)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.values import require_static
-from jax_memeff._cuda import buffers, paged_calls
+from jax_memeff._cuda import buffers, key_lists, paged_calls
 from jax_memeff._cuda.problem import KernelCall, problem_of, sizes_of
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import gpu
@@ -32,19 +33,41 @@ def kernels(
     is_tangent: bool = False,
 ) -> dict[str, KernelSpec]:
     """The kernel for each architecture, by default for those that the program may run on."""
-    require_static(
-        {
-            "query": avals.query.shape,
-            "key": avals.key.shape,
-            "value": avals.value.shape,
-            "scores": avals.scores_shape,
-        },
-        where="programs for CUDA need static sizes",
-        remedy="export a program for each size, or pass implementation='xla'",
-    )
+    if avals.mask.key_lists and needs_grad is None:
+        _, avals, options = in_pages(avals, options, archs)
+    _require_static(avals)
     _require_lengths(avals)
     call = KernelCall(avals, options, needs_grad, is_tangent)
     return {arch: on_architecture(call, arch) for arch in archs or _architectures()}
+
+
+def in_pages(
+    types: Any, options: Options, archs: Sequence[str] = ()
+) -> tuple[Callable[[Any], Operands], Operands, Options]:
+    """How a forward with lists of keys becomes one with pages: the function of its operands, and
+    the types of operands and the options of the call with pages.
+
+    Raises:
+        UnsupportedError: kernels would need the positions of keys.
+    """
+    _require_static(buffers.separate(types))
+    key_lists.require_no_positions(types, options)
+    own_options = key_lists.options_in_pages(options)
+
+    def converted(copies_values: bool) -> tuple[Callable[[Any], Operands], Operands]:
+        convert = functools.partial(
+            key_lists.in_pages, options=options, copies_values=copies_values
+        )
+        return convert, jax.eval_shape(convert, types)
+
+    convert, paged = converted(copies_values=False)
+    if options.latent_dim is not None:
+        try:
+            kernels(paged, own_options, None, archs)
+        except UnsupportedError:
+            # As in calls without lists, which copy the values.
+            convert, paged = converted(copies_values=True)
+    return convert, paged, own_options
 
 
 def kernels_of_primitive(
@@ -57,13 +80,16 @@ def kernels_of_primitive(
 ) -> list[dict[str, KernelSpec]]:
     """The kernels of a primitive with these types and parameters, by architecture.
 
-    A mixed batch of prompts and decode steps has two kernels for each architecture. Without
-    ``archs`` the architectures are those that the program would be compiled for.
+    A mixed batch of prompts and decode steps has two kernels for each architecture, and a backward
+    in plain JAX has none. Without ``archs`` the architectures are those that the program would be
+    compiled for.
 
     Raises:
         UnsupportedError: as the lowering would.
     """
     operands = jax.tree.unflatten(tree, avals)
+    if needs_grad is not None and not key_lists.have_backward(avals, tree=tree):
+        return []
     types = buffers.separate(operands if needs_grad is None else operands[0])
     parts = paged_calls.parts_of(types)
     return [kernels(part.types, options, needs_grad, archs) for part in parts]
@@ -91,6 +117,16 @@ def on_architecture(call: KernelCall, arch: str) -> KernelSpec:
     problem = problem_of(call, arch)
     sizes = sizes_of(call.operands, call.options.divisors)
     return select(problem, choose(problem, sizes, gpu.multiprocessors(arch)))
+
+
+def _require_static(avals: Any) -> None:
+    shapes = {name: getattr(avals, name) for name in ("query", "key", "value")}
+    require_static(
+        {name: x.shape for name, x in shapes.items() if x is not None}
+        | {"scores": avals.scores_shape},
+        where="programs for CUDA need static sizes",
+        remedy="export a program for each size, or pass implementation='xla'",
+    )
 
 
 def _require_lengths(avals: Operands) -> None:

@@ -18,6 +18,7 @@ Differentiation rules are in ``derivatives.py``.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,7 +103,7 @@ def _forward_types(*avals: Any, tree: Any, options: Options) -> tuple[Any, ...]:
         query = compat.projection(operands.query_key_value)
         value_dim = query.shape[3]
     else:
-        query, value_dim = operands.query, operands.value_dim
+        query, value_dim = operands.query, options.latent_dim or operands.value_dim
     lse_dtype = score_dtype(query.dtype)
     rows = query.shape[:3]
     lse = compat.leading_dims(query, rows, lse_dtype)
@@ -140,9 +141,8 @@ def _outside_loops(operands: Any) -> Any:
 
 
 def _blockwise_forward(*leaves: jax.Array, tree: Any, options: Options) -> Sequence[jax.Array]:
-    operands = _outside_loops(jax.tree.unflatten(tree, leaves))
-    if isinstance(operands, QkvPackedOperands):
-        operands = operands.separate()
+    given = _outside_loops(jax.tree.unflatten(tree, leaves))
+    operands, options = divisors.with_values(given, options)
     path = blockwise if operands.sequences is None else blockwise_packed
     if operands.sinks is None:
         return path.forward(operands, options)
@@ -157,14 +157,21 @@ def _blockwise_backward(
 ) -> Sequence[jax.Array]:
     given, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
     given = _outside_loops(given)
-    operands = given.separate() if isinstance(given, QkvPackedOperands) else given
+    is_latent = options.latent_dim is not None
+    operands, options = divisors.with_values(given, options)
     path = blockwise if operands.sequences is None else blockwise_packed
     in_tiles = needs_grad._replace(sinks=False)
+    if is_latent:
+        in_tiles = in_tiles._replace(value=needs_grad.key)
     gradients = path.backward(operands, options, out, lse, dout, dlse, in_tiles)
     if needs_grad.sinks and operands.sinks is not None:
         delta = sinks.delta(out, dout, dlse)
         gradients = gradients._replace(sinks=sinks.gradient(operands, options, lse, delta))
     three: Any = gradients[:3]
+    if is_latent and needs_grad.key:
+        _, key, value = three
+        key = key.at[..., : value.shape[3]].add(value)
+        gradients = gradients._replace(key=key, value=None)
     return [
         jnp.stack(three, 2) if name == "query_key_value" else array_of(gradients, name)
         for name in gradients_needed(given, needs_grad)
@@ -186,8 +193,11 @@ def _cuda_forward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) 
 
 
 def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
-    from jax_memeff._cuda import lowering
+    from jax_memeff._cuda import key_lists, lowering
 
+    if not key_lists.have_backward(ctx.avals_in, **params):
+        params["options"] = _with_gpu_tiles(params["options"])
+        return mlir.lower_fun(_blockwise_backward, multiple_results=True)(ctx, *operands, **params)
     return lowering.lower_backward(ctx, *operands, **params)
 
 
@@ -195,6 +205,10 @@ def _cuda_tangent(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) 
     from jax_memeff._cuda import lowering
 
     return lowering.lower_tangent(ctx, *operands, **params)
+
+
+def _with_gpu_tiles(options: Options) -> Options:
+    return dataclasses.replace(options, has_gpu_tiles=True)
 
 
 def _tangent_digest(avals: Sequence[Any], **params: Any) -> bytes:
@@ -239,6 +253,7 @@ def _register(
         # The results of empty problems are constants and need no kernel.
         empty = any(0 in aval.shape for aval in ctx.avals_in)
         if empty or params["options"].implementation == "xla":
+            params["options"] = _with_gpu_tiles(params["options"])
             return default_lowering(ctx, *operands, **params)
         return lower(ctx, *operands, **params)
 

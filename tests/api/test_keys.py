@@ -424,6 +424,72 @@ def test_sharded(name, axis_type, assert_close):
         assert_close(jax.tree.map(np.asarray, got), want, 1e-6)
 
 
+DIM = 5
+
+
+def latent_gradients(query: Any, key: Any, indices: Any, is_latent: bool = True) -> Any:
+    """(out, lse), and the gradients of the arrays; values are columns of the keys, or a copy."""
+    mask = Mask.keys(indices) & Mask.causal("bottom_right")
+
+    def loss(arrays: Any) -> Any:
+        query, key = arrays
+        value = (None, DIM) if is_latent else (key[..., :DIM], None)
+        out, lse = dot_product_attention(
+            query, key, value[0], mask=mask, value_dim=value[1], return_residual=True
+        )
+        rows = jnp.where(jnp.isinf(lse), 0, lse)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(rows**2), (out, lse)
+
+    return jax.value_and_grad(loss, has_aux=True)((query, key))
+
+
+@pytest.mark.parametrize("axes", [None, (0, None, None), (None, 0, None), (None, None, 0)])
+def test_gradients_of_latent_values(axes, assert_close):
+    """The gradient of the values is a part of that of the keys, under every ``jax.vmap``."""
+    many = (
+        normal(50, 3, B, T, N, H),
+        normal(51, 3, B, S, K, H),
+        jnp.stack([*map(lists, (52, 53, 54))]),
+    )
+    given = [x[0] for x in many]
+    if axes is not None:
+        given = [x if axis == 0 else x[0] for x, axis in zip(many, axes, strict=True)]
+    found = []
+    for is_latent in (True, False):
+        function = functools.partial(latent_gradients, is_latent=is_latent)
+        mapped = function if axes is None else jax.vmap(function, axes)
+        found.append(jax.jit(mapped, compiler_options=UNOPTIMISED)(*given))
+    assert_close(*found, 1e-6)
+
+
+def test_derivatives_of_latent_values(assert_close):
+    indices, tangents = lists(55), (normal(56, B, T, N, H), normal(57, B, S, K, H))
+    found = []
+    for is_latent in (True, False):
+
+        def gradient(query, key, is_latent=is_latent):
+            return latent_gradients(query, key, indices, is_latent=is_latent)[1]
+
+        def both(arrays, tangents, gradient=gradient):
+            with jax_memeff.forward_mode():
+                return jax.jvp(gradient, arrays, tangents)
+
+        found.append(jax.jit(both, compiler_options=UNOPTIMISED)((QUERY, KEY), tangents))
+    assert_close(*found, 1e-5)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_latent_values(axis_type, assert_close):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), (axis_type,) * 2, devices=jax.devices("cpu")[:4])
+    given, call = (QUERY, KEY, lists(58)), jax.jit(latent_gradients, compiler_options=UNOPTIMISED)
+    want = call(*given)
+    specs = P("a", None, "b"), P("a", None, "b"), P("a", "b")
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)
+    ]
+    assert_close(jax.tree.map(np.asarray, call(*placed)), want, 1e-6)
+
+
 def test_memory_and_work_are_those_of_the_lists():
     """No array, forward or backward, has the size of the scores, and no product has their work."""
     length, count = 4096, 8
@@ -594,24 +660,6 @@ def test_check_reports_values():
         ValueError, match=r"must be distinct .* got 0 twice in the list at index \(0, 1, 2\)"
     ):
         call(mask=Mask.keys(distinct, unique_indices=True))
-
-
-@pytest.mark.quick
-def test_kernels_refuse_lists(monkeypatch):
-    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_90a")
-    x = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
-    lists = jax.ShapeDtypeStruct((64, 8), jnp.int32)
-
-    def attend(x, indices, **options):
-        return dot_product_attention(x, x, x, mask=Mask.keys(indices), **options)
-
-    traced = jax.jit(attend).trace(x, lists)
-    with pytest.raises(
-        jax_memeff.UnsupportedError, match=r"Mask.keys\) have no kernel yet: pass imp"
-    ):
-        traced.lower(lowering_platforms=("cuda",))
-    plain = jax.jit(functools.partial(attend, implementation="xla")).trace(x, lists)
-    assert "jax_memeff_forward" not in plain.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_pictures_and_blocks():

@@ -180,10 +180,12 @@ def test_dtypes_have_their_names_in_jax_too(capsys):
     assert "kernels,explain,build}" in capsys.readouterr().err
 
 
-def test_explain_says_why_lists_of_keys_have_no_kernel(capsys):
+def test_explain_takes_lists_of_keys_as_pages_of_one_key(capsys):
     base = "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a"
-    status, out = run(capsys, *base, "--keys")
-    assert status and "lists of keys (Mask.keys) have no kernel yet: pass impl" in out
+    status, out = run(capsys, *base, "--keys", "--causal")
+    assert not status and "fmha_fwd_bf16_d128_128x128_varlen_pages1_sm90" in out
+    status, out = run(capsys, *base, "--keys", "--direction", "backward")
+    assert status and "no backward kernel yet: it is computed in plain JAX" in out
 
 
 def test_explain_draws_the_tiles(capsys, tmp_path, monkeypatch):

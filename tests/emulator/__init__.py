@@ -19,7 +19,7 @@ import one_context
 from jax.interpreters import mlir
 
 from jax_memeff import _ffi
-from jax_memeff._cuda import custom_call, lowering
+from jax_memeff._cuda import custom_call
 from jax_memeff._op import primitives
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen.spec import KernelSpec
@@ -43,9 +43,9 @@ def install() -> None:
         jax.ffi.register_ffi_target(name, handlers, platform="cpu", api_version=1)
     custom_call.register_targets = lambda: None
     for primitive, kernels, in_jax in (
-        (primitives.attention_fwd_p, lowering.lower_forward, primitives._blockwise_forward),
-        (primitives.attention_bwd_p, lowering.lower_backward, primitives._blockwise_backward),
-        (primitives.attention_tangent_p, lowering.lower_tangent, primitives.tangent_in_jax),
+        (primitives.attention_fwd_p, primitives._cuda_forward, primitives._blockwise_forward),
+        (primitives.attention_bwd_p, primitives._cuda_backward, primitives._blockwise_backward),
+        (primitives.attention_tangent_p, primitives._cuda_tangent, primitives.tangent_in_jax),
     ):
         mlir.register_lowering(primitive, _by_implementation(kernels, in_jax), platform="cpu")
 

@@ -49,7 +49,8 @@ class Run:
         time.
         """
         operands, _, _ = passed(self.case, *self.case.arrays(None))
-        directions = (None, self.case.needs_grad) if self.gradients else (None,)
+        has_backward = self.gradients and not self.case.keys  # that of lists is plain JAX
+        directions = (None, self.case.needs_grad) if has_backward else (None,)
         with pytest.MonkeyPatch.context() as patch, self.strategy():
             patch.setenv("JAX_MEMEFF_ARCHS", self.arch)
             found = [selection.kernels(operands, self.case.options, needs) for needs in directions]
@@ -416,4 +417,42 @@ SHARES = [
         Case(B=3, T=600, S=570, N=8, K=1, lengths=LONG_PACKED, packed=True, **CAUSAL),
     )
 ]
-RUNS = SM80 + SM90 + CONSUMER_GROUPS + SHARES + FLOAT32 + LARGE_DIMS + LARGE_GRADIENTS + POSITIONS
+# Lists of keys are pages of one key, for kernels with split keys, and for tiles of one row. Other
+# masks are applied to the lists.
+LISTED = functools.partial(Case, B=3, T=13, S=70, N=4, K=2, keys=("BKT", 9))
+LISTED_PACKED: Any = {"lengths": ((13, 70), (7, 33), (0, 60)), "packed": True}
+LISTS = [
+    Run(case, arch, seed, 5, splits=seed % 3 != 0, gradients=case.packed or seed % 4 == 0)
+    for seed, (arch, case) in enumerate(
+        (arch, case)
+        for case in (
+            LISTED(**CAUSAL),
+            LISTED(keys=("1KT", 70), H=128, soft_cap=2.0, sinks=True, **BOTTOM_RIGHT),
+            LISTED(keys=("B1T", 97), K=4, dtype="float16", lengths=((13, 70), (7, 33), (0, 9))),
+            LISTED(keys=("11T", 1), N=8, K=1, segments=1, boolean=("B1TS", "111S"), **WINDOW),
+            LISTED(keys=("BKT", 33), sinks=True, **LISTED_PACKED, **BOTTOM_RIGHT),
+            LISTED(keys=("B1T", 33), H=72, Hv=88, segments=2, boolean=("B11S",), **LISTED_PACKED),
+            LISTED(N=2, dtype="float32", position=((9, 0, 64), (0, 16, 32)), **WINDOW),
+            LISTED(
+                B=6,
+                K=1,
+                shared=(("key", 2, 3), ("value", 2, 3), ("boolean", 2, 3)),
+                boolean=("B1TS",),
+            ),
+            LISTED(B=6, K=2, shared=(("key", 2, 3), ("value", 6, 1))),
+        )
+        for arch in ("sm_80", "sm_90a")
+    )
+]
+LISTS += [Run(LISTED(projections=True, K=4, S=13, sinks=True, **CAUSAL), "sm_80", splits=True)]
+RUNS = (
+    LISTS
+    + SM80
+    + SM90
+    + CONSUMER_GROUPS
+    + SHARES
+    + FLOAT32
+    + LARGE_DIMS
+    + LARGE_GRADIENTS
+    + POSITIONS
+)

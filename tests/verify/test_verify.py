@@ -74,10 +74,13 @@ def test_a_large_case_is_timed_beside_jax_nn(verify):
     assert ", jax.nn XLA " in report
 
 
-def test_the_users_own_call_runs_alone(verify):
+@pytest.mark.parametrize("keys", [False, True])
+def test_the_users_own_call_runs_alone(verify, keys):
     call = "--dtype bf16 --head-dim 32 --batch 1 --seq 33 --queries 20 --heads 2 --key-heads 1"
-    code, _, document = verify("nothing", "--like", *call.split(), "--causal")
-    assert (code, states(document)) == (0, {GOOD.name: "passed"})
+    flags = ["--causal", *(["--keys"] if keys else [])]
+    code, _, document = verify("nothing", "--like", *call.split(), *flags)
+    name = dataclasses.replace(GOOD, keys=keys).name
+    assert (code, states(document)) == (0, {name: "passed"})
 
 
 @pytest.mark.rotating(3)

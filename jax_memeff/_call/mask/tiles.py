@@ -54,17 +54,16 @@ def valid_elements(
 def listed_elements(
     mask: Conditions,
     sizes: tuple[int, int],
-    start: int | jax.Array,
+    rows: jax.Array,
     columns: jax.Array,
     position: Position | None,
 ) -> jax.Array:
-    """Whether each listed element of a tile of rows is valid, judging by windows, lengths and
-    segment ids.
+    """Whether each listed element is valid, judging by windows and lengths.
 
     Args:
         mask: canonical.
         sizes: (T, S).
-        start: local row of the tile's first element.
+        rows: int32[1|B, 1, rows, 1], the local row of each element.
         columns: int32[1|B, 1|K, rows, n], the local column of each element; one that is no column
             is not valid.
         position: as in :func:`valid_elements`.
@@ -72,18 +71,9 @@ def listed_elements(
     Returns:
         bool[1|B, 1|K, rows, n]
     """
-    rows = columns.shape[2]
-    row = (start + lax.iota(jnp.int32, rows))[None, None, :, None]
     valid = (columns >= 0) & (columns < sizes[1])
-    for condition in _of_windows_and_lengths(mask, sizes, row, columns, position):
+    for condition in _of_windows_and_lengths(mask, sizes, rows, columns, position):
         valid = valid & condition
-    for query_ids, key_ids in mask.segment_ids:
-        query_tile = slice_axis(query_ids, start, rows, 1)[:, None, :, None]
-        batch = lax.iota(jnp.int32, key_ids.shape[0]).reshape(-1, 1, 1, 1)
-        key_tile = key_ids.at[batch, columns].get(
-            mode="fill", fill_value=-1, wrap_negative_indices=False
-        )
-        valid = valid & (query_tile == key_tile) & (query_tile >= 0)
     return valid
 
 

@@ -164,6 +164,7 @@ def _require_memory(case: Case, device: Any, backward: bool) -> None:
     bias = math.prod(getattr(case, dim) for dim in case.bias.replace("1", "")) if case.bias else 0
     needed = (element * (rows + columns) + of_bias * bias) * (2 if backward else 1)
     needed += case.B * case.T * case.S if case.boolean else 0
+    needed += 4 * case.B * case.T * case.keys_of_row if case.keys else 0
     places = (_available_bytes(device), _host_bytes())  # the host draws them
     available = min((size for size in places if size is not None), default=None)
     if available is not None and needed > _SHARE * available:

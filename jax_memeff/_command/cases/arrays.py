@@ -94,6 +94,10 @@ class Arrays:
             shape = _shape(case, case.boolean)
             count = min(math.prod(shape), _DISTINCT)
             drawn["boolean"] = np.resize(rng.random(count) < 0.8, shape)
+        if case.keys:  # -1 and S are no key
+            shape = case.B, case.T, 1, case.keys_of_row
+            count = min(math.prod(shape), _DISTINCT)
+            drawn["lists"] = np.resize(rng.integers(-1, case.S + 1, count, np.int32), shape)
         return cls(case, drawn)
 
     def problem(self) -> Problem:
@@ -170,6 +174,11 @@ class Arrays:
             valid = valid & (query_ids == key_ids) & (query_ids >= 0)
         if case.boolean:
             valid = valid & self.padded["boolean"]
+        if case.keys:
+            listed = np.zeros((case.B, 1, case.T, case.S + 1), bool)
+            lists = np.swapaxes(self.padded["lists"], 1, 2)
+            np.put_along_axis(listed, np.where(lists < 0, case.S, lists), True, 3)
+            valid = valid & listed[..., : case.S]
         if case.mask_function == _BLOCKS:
             valid = valid & in_blocks(0, 0, rows, columns)
         elif case.mask_function:
@@ -222,7 +231,8 @@ class Arrays:
         return found | {"query_lengths": query_lengths, "key_lengths": key_lengths}
 
     def _names(self, side: str) -> list[str]:
-        own = {"query": ("query", "dout", "dlse", "query_tangent", "query_ids")}
+        own: dict[str, tuple[str, ...]] = {}
+        own["query"] = ("query", "dout", "dlse", "query_tangent", "query_ids", "lists")
         own["key"] = ("key", "value", "key_tangent", "value_tangent", "key_ids")
         return [name for name in own[side] if name in self.padded]
 

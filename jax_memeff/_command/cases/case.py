@@ -32,6 +32,8 @@ class Case:
     segments: bool = False
     boolean: str = ""
     """The dims of a boolean mask, a letter of "BNTS" or 1 each: "B1TS"."""
+    keys: bool = False
+    """Whether each row has a list of a quarter of the keys, with repeats."""
     mask_function: str = ""
     """``"blocks"``, or the user's MODULE:NAME."""
     score_function: str = ""
@@ -66,6 +68,11 @@ class Case:
     @property
     def value_dim(self) -> int:
         return self.H if self.Hv is None else self.Hv
+
+    @property
+    def keys_of_row(self) -> int:
+        """The length of a row's list of keys, or all keys."""
+        return -(-self.S // 4) if self.keys else self.S
 
     @property
     def name(self) -> str:

@@ -45,7 +45,7 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
     "value_scale": (),
     "positions": (),
     "broadcast_batch": (),
-    "keys": (),
+    "keys": ("padded", "packed", "paged"),
 }
 """The calls that take an option, for each one of a feature."""
 
@@ -109,6 +109,7 @@ def case(command: str, options: argparse.Namespace) -> Case:
         window=None if window is None else (window, 0),
         segments=options.segments,
         boolean="B1TS" if options.boolean else "",
+        keys=options.keys,
         soft_cap=3.0 if options.soft_cap else None,
         score_function=options.score_function or "",
         mask_function=options.mask_function or "",

@@ -113,6 +113,7 @@ def of_jax_nn(case: Case, implementation: Literal["cudnn", "xla"], gradients: bo
 def jax_nn_lacks(case: Case) -> list[str]:
     """The features of a padded case that ``jax.nn`` has no argument for, nor a mask can replace."""
     features = {
+        "lists of keys": case.keys,
         "dropout": case.dropout,
         "soft cap": case.soft_cap,
         "function of the scores": case.score_function,
@@ -233,6 +234,10 @@ def _arguments(case: Case, arrays: Given, implementation: Implementation) -> dic
         mask &= Mask.segments(arrays["query_ids"], arrays["key_ids"])
     if case.boolean:
         mask &= Mask.boolean(arrays["boolean"])
+    if case.keys:
+        is_packed = case.kind == "packed"
+        lists = arrays["lists"]
+        mask &= Mask.keys(lists if is_packed else jnp.swapaxes(lists, 1, 2))
     if (function := mask_function(case)) is not None:
         mask &= Mask.function(function)
     return {

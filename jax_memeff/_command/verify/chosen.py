@@ -48,6 +48,8 @@ _FIRST = (
     Case(window=(40, 17), segments=True),
     Case(boolean="B1TS", T=201, S=77),
     Case(**_STEPS, N=16, K=1, H=576, Hv=512, page_size=64, latent=True),
+    Case(**_STEPS, N=16, K=1, H=576, Hv=512, page_size=64, latent=True, keys=True),
+    Case(keys=True, causal="top_left"),
     Case(mask_function="blocks", score_function="distances", H=128),
     Case(B=3, lengths=_LENGTHS, sinks=True, soft_cap=3.0),
     Case(dtype="float32", H=128, N=2, K=2, fast=True),

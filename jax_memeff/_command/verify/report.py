@@ -122,7 +122,7 @@ def _cell(case: Case, outcome: dict[str, Any], peers: Iterable[str]) -> dict[str
 def _measured(
     case: Case, direction: str, samples: list[float], seconds: float, best: float
 ) -> dict[str, Any]:
-    pairs = case.B * case.N * case.T * case.S * (0.5 if case.causal else 1.0)
+    pairs = case.B * case.N * case.T * case.keys_of_row * (0.5 if case.causal else 1.0)
     flops = 2.0 * pairs * (case.H + case.value_dim) * (1.0 if direction == "forward" else 3.5)
     element = 4 if case.dtype == "float32" else 2
     moved = element * case.B * case.S * case.K * (case.H + case.value_dim)
