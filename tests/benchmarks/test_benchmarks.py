@@ -120,7 +120,7 @@ def test_the_ring_is_compared_with_the_share_of_a_device(modules, tmp_path):
 def test_the_steps_of_a_server_are_timed(modules, tmp_path):
     path = tmp_path / "paged.json"
     command = [sys.executable, str(BENCHMARKS / "paged.py"), "--steps", "tiny"]
-    command += ["--implementation", "xla", "--rounds", "3", "--batch-ms", "20"]
+    command += ["--implementation", "xla", "--rounds", "3", "--batch-ms", "2"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
         [*command, "--output", str(path)], env=environment, capture_output=True, text=True

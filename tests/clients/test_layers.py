@@ -156,6 +156,7 @@ def haiku_results(haiku, layer, query, memory, mask):
     return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(parameters, query, memory)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_haiku(haiku, batch):
     x = normal(2, *batch, 7, 12)

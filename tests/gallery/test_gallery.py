@@ -34,7 +34,7 @@ def check(name: str, shape: Shape, head_dim: int, implementation: Any) -> None:
             assert error.ours <= error.limit, (dtype, result, error)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @names
 def test_results_and_gradients(name):
     check(name, CPU, 16, "xla")

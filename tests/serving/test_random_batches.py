@@ -34,6 +34,7 @@ def lengths_near_pages(rng, batch, longest, page_size):
     return np.clip(lengths, 0, longest)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     ("batches", "batch", "tokens", "page_size", "max_pages"),
     [(450, 1, 24, 16, 4), (450, 5, 48, 16, 3), (150, 3, 3, 48, 2), (150, 3, 24, 1, 40)],

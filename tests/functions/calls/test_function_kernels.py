@@ -334,6 +334,7 @@ def test_exact_sums_of_nan_are_nan(machine):
     assert np.isfinite(found[:, 5 + 1 + S : 5 + 64 + S]).all()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if FUNCTIONS[name][0]])
 @pytest.mark.parametrize("head_dim", [64, 320])
 def test_kernels_sum_gradients(name, head_dim, monkeypatch, fake_compiler):
