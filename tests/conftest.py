@@ -132,12 +132,11 @@ def pytest_collection_modifyitems(config, items):
 
 def choose_cases_of_today(config, items) -> None:
     """Keeps today's part of the cases of each test with ``@pytest.mark.rotating(parts)``, and the
-    cases of the inner loop. Tests on a GPU keep all.
+    cases of the inner loop. Tests on a GPU keep all. A test without cases is one.
     """
     cases: dict[tuple, list] = {}
     for item in items:
-        on_cpu = "gpu" not in item.keywords and hasattr(item, "callspec")
-        if on_cpu and item.get_closest_marker("rotating"):
+        if "gpu" not in item.keywords and item.get_closest_marker("rotating"):
             cases.setdefault((item.path, item.originalname), []).append(item)
     waiting = set()
     for (_, name), same in cases.items():

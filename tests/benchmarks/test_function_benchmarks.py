@@ -34,6 +34,7 @@ def test_every_figure_of_functions_has_its_cells(modules):
     }
 
 
+@pytest.mark.rotating(3)
 def test_the_gallery_is_measured(modules):
     """Its cells have arguments, and their float arrays are inputs."""
     found = modules("programs.cells").gallery()

@@ -204,6 +204,7 @@ def test_haiku_arguments(haiku):
         haiku_results(haiku, ours, normal(2, 3, 7, 12), normal(2, 3, 7, 12), CAUSAL)
 
 
+@pytest.mark.rotating(3)
 def test_the_transformer_of_haiku(haiku):
     """The example in Haiku's repository: causal and padding mask are multiplied, in float."""
 

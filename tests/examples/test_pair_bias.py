@@ -46,6 +46,7 @@ def test_losses_equal_those_of_jax_nn_and_need_the_pairs(example, monkeypatch):
     assert memeff[-10:].mean() < 0.7 < 0.8 < blind[-10:].mean()
 
 
+@pytest.mark.rotating(3)
 def test_the_small_form_leaves_its_files(example, tmp_path, capsys):
     """It runs to the end, reaches its target, and needs a fraction of jax.nn's memory."""
     output = tmp_path / "out"

@@ -68,6 +68,7 @@ def test_masks_are_their_definition(name):
     np.testing.assert_array_equal(jax.jit(lambda: mask.as_array(*sizes))(), want)
 
 
+@pytest.mark.rotating(3)
 def test_errors_become_a_table(tmp_path):
     """The command measures errors, and the report of the benchmarks has a table of them."""
     results = tmp_path / "errors.json"

@@ -67,6 +67,7 @@ PROGRAMS = {"prompt": (1, 320, 320, 24), "mixed": (4, 96, 64, 20), "steps": (4, 
 """For each program: sequences, tokens, most queries of a sequence, and pages of a sequence."""
 
 
+@pytest.mark.rotating(3)
 def test_bits_of_batch_invariant_results():
     """The bits of a token are the same in a prompt, a chunk and a step, whatever the other
     sequences and the pages.
