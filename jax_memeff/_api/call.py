@@ -47,13 +47,13 @@ class AttentionCall(NamedTuple, Generic[AnyOperands]):
     def run(self, with_residual: bool, with_max_logits: bool = False) -> Any:
         """The output; or a tuple of it, the logsumexp and the max logits, as requested."""
         options = dataclasses.replace(self.options, row_maxima=with_max_logits)
-        found = explicit.on_shards(vjp.attention, self.operands, options)
+        outputs = explicit.on_shards(vjp.attention, self.operands, options)
         of_maxima = functools.partial(max_logits, operands=self.operands)
-        return results(found, with_residual, self.batched, of_maxima)
+        return results(outputs, with_residual, self.batched, of_maxima)
 
 
 def results(
-    found: Sequence[jax.Array],
+    outputs: Sequence[jax.Array],
     with_residual: bool,
     batched: bool,
     of_maxima: Callable[[jax.Array], jax.Array],
@@ -61,12 +61,12 @@ def results(
     """The result of a public function: the output, or a tuple of it and what else is requested.
 
     Args:
-        found: out, lse, and row maxima if they are asked for; with a batch dim.
+        outputs: out, lse, and row maxima if they are asked for; with a batch dim.
         with_residual: whether lse is asked for.
         batched: whether the user's arrays had a batch dim.
         of_maxima: computes the max logits from the row maxima.
     """
-    out, lse, *row_maxima = found if batched else [x[0] for x in found]
+    out, lse, *row_maxima = outputs if batched else [x[0] for x in outputs]
     chosen = (out, *([lse] if with_residual else []), *map(of_maxima, row_maxima))
     return chosen if len(chosen) > 1 else out
 

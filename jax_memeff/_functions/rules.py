@@ -82,11 +82,11 @@ def lower(
     if name in _TOTAL_ORDER:
         name = _TOTAL_ORDER[name]
         args = tuple(_in_total_order(graph, arg) for arg in args)
-    kept: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     if name == "integer_pow":
-        kept = {"y": int(params["y"])}
+        parameters = {"y": int(params["y"])}
     elif name == "round":
-        kept = {"rounding_method": int(params["rounding_method"])}
+        parameters = {"rounding_method": int(params["rounding_method"])}
     elif name == "pow" and graph.dtype(args[1]) != dtype:
         args = (args[0], graph.add("convert_element_type", dtype, (args[1],)))
     elif name == "bitcast_convert_type":
@@ -100,7 +100,7 @@ def lower(
         # The shift takes the highest bit as the sign, even of an unsigned integer.
         args = (graph.wrapped(args[0], np.dtype(f"int{small}")), *args[1:])
         overflows = True
-    value = graph.add(name, dtype, args, kept)
+    value = graph.add(name, dtype, args, parameters)
     if small and name == "clz":
         excess = graph.number(32 - small, "int32", structural=True)
         value = graph.add("sub", "int32", (value, excess))

@@ -57,7 +57,7 @@ def test_keep_bits_are_the_definition():
     np.testing.assert_array_equal(got, oracle.kept_elements(state, 77, 50, 65, position))
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("tile", [(16, 16), (48, 32), (7, 5), (1, 90), (64, 33)])
 def test_tiles_of_any_size_have_the_same_bits(tile, traced):

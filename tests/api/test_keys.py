@@ -64,6 +64,7 @@ def gradients(mask: Any, arrays: Any = (QUERY, KEY, VALUE), **arguments: Any) ->
 run = jax.jit(gradients, static_argnames=("is_causal",), compiler_options=UNOPTIMISED)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("BKT")
 @pytest.mark.parametrize("shape", [(B, K), (1, K), (B, 1), (1, 1), (K,), ()], ids=["BKT", *"1234T"])
 def test_the_elements_of_lists(shape, assert_close):

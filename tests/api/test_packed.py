@@ -29,6 +29,7 @@ def loss(attention, qkv, bias, **features):
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.where(lse == -jnp.inf, 0, lse)), out
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("lengths")
 @pytest.mark.parametrize(
     "features",

@@ -33,7 +33,7 @@ def _results() -> str:
         path = Path(folder) / "results.json"
         command = [sys.executable, str(BENCHMARKS / "attention.py"), "--cells", "tiny"]
         command += ["--peers", "memeff_xla,jax_xla,torch_flash", "--host", "dispatch"]
-        command += ["--rounds", "3", "--batch-ms", "20", "--output", str(path)]
+        command += ["--rounds", "3", "--batch-ms", "2", "--output", str(path)]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         result = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=300

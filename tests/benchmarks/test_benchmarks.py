@@ -82,6 +82,7 @@ def test_dispatch_is_timed_for_both_directions(document):
         assert all(row["us"] > 0 for row in rows[direction].values())
 
 
+@pytest.mark.rotating(3)
 def test_the_ring_is_compared_with_the_share_of_a_device(modules, tmp_path):
     path = tmp_path / "ring.json"
     command = [sys.executable, str(BENCHMARKS / "ring.py"), "--devices", "2", "--tokens", "64"]
@@ -117,10 +118,11 @@ def test_the_ring_is_compared_with_the_share_of_a_device(modules, tmp_path):
     assert "## Ring attention on 2 devices\n\n|hd8 B1 N4/2 T64 float32 causal|" in text
 
 
+@pytest.mark.rotating(3)
 def test_the_steps_of_a_server_are_timed(modules, tmp_path):
     path = tmp_path / "paged.json"
     command = [sys.executable, str(BENCHMARKS / "paged.py"), "--steps", "tiny"]
-    command += ["--implementation", "xla", "--rounds", "3", "--batch-ms", "20"]
+    command += ["--implementation", "xla", "--rounds", "3", "--batch-ms", "2"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     result = subprocess.run(
         [*command, "--output", str(path)], env=environment, capture_output=True, text=True

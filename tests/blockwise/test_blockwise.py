@@ -75,7 +75,7 @@ def _small_blocks():
         yield
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.quick("everything", "causal", "size_3_65")
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_oracle(name):
@@ -122,6 +122,7 @@ def test_blocks_do_not_change_the_bits_that_are_dropped(block, monkeypatch):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("S")
 @pytest.mark.parametrize("empty", ["B", "T", "S", "Hv", "H", "N"])
 def test_zero_sizes(empty):
@@ -160,6 +161,7 @@ def test_values_beyond_the_lengths_reach_no_result():
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("segments")
 @pytest.mark.parametrize("reason", ["boolean", "bias", "segments", "lengths", "window"])
 def test_rows_without_keys(reason):

@@ -73,6 +73,7 @@ DROPOUT = {"T": 40, "S": 40, "H": 16, "dtype": "float32", "dropout": 0.3, "scale
 LENGTHS = ((40, 40), (21, 33))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "case",
     [

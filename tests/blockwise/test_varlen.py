@@ -88,6 +88,7 @@ def padded(query, key, value, starts_q, starts_k, longest, **features):
     ), rows
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "features",
     [

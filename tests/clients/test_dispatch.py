@@ -195,6 +195,7 @@ def test_maxtext_quantized_caches_are_read_as_numbers(assert_close):
     assert_close(got, dense((DISTANCE >= 0) & SAME))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("kind", MAXTEXT)
 def test_every_maxtext_call_has_a_kernel(kind, monkeypatch, fake_compiler):
     """Training with images and sinks, a chunk of a prefill, and a step of decoding."""

@@ -156,6 +156,7 @@ def haiku_results(haiku, layer, query, memory, mask):
     return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(parameters, query, memory)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_haiku(haiku, batch):
     x = normal(2, *batch, 7, 12)
@@ -203,6 +204,7 @@ def test_haiku_arguments(haiku):
         haiku_results(haiku, ours, normal(2, 3, 7, 12), normal(2, 3, 7, 12), CAUSAL)
 
 
+@pytest.mark.rotating(3)
 def test_the_transformer_of_haiku(haiku):
     """The example in Haiku's repository: causal and padding mask are multiplied, in float."""
 

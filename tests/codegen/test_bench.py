@@ -69,6 +69,7 @@ def test_both_paths_are_timed(bench):
     assert all(line in text for line in document["advice"])
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -111,6 +112,7 @@ def test_a_mask_function_is_broadcast_over_what_it_does_not_read():
         assert mask[b, h, q, k] == (abs(q - k) < 5 * (h + 1) + b)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     ("options", "lacking"),
     [

@@ -157,6 +157,7 @@ def test_row_counts_of_split_kernels():
     assert rows(4, 128, 8, 1, packed=True) is None
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "features", [{}, {"bias": AskedBias("16")}, {"bias": AskedBias("32")}], ids=str
 )
@@ -193,6 +194,7 @@ def test_rows_begin_at_what_the_dims_allow(direction, dims, alignment):
     assert support.spec_reasons(aligned, asked) == (reasons if alignment < 16 else [])
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("arch", PARTS[1:])
 @pytest.mark.parametrize("direction", REQUIRED_DIRECTIONS)
 @pytest.mark.parametrize("dtype", ["f32", "tf32"])

@@ -28,6 +28,7 @@ def example():
     del sys.modules["long_context"]
 
 
+@pytest.mark.rotating(3)
 def test_command_line_leaves_its_files(tmp_path, example):
     output = tmp_path / "out"
     run = subprocess.run(

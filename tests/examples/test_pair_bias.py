@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -47,20 +46,20 @@ def test_losses_equal_those_of_jax_nn_and_need_the_pairs(example, monkeypatch):
     assert memeff[-10:].mean() < 0.7 < 0.8 < blind[-10:].mean()
 
 
-def test_the_small_form_leaves_its_files(example, tmp_path):
+@pytest.mark.rotating(3)
+def test_the_small_form_leaves_its_files(example, tmp_path, capsys):
     """It runs to the end, reaches its target, and needs a fraction of jax.nn's memory."""
     output = tmp_path / "out"
-    command = [sys.executable, str(SCRIPT), "--preset", "tiny", "--output", str(output)]
-    run = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
-    assert run.returncode == 0, run.stdout + run.stderr
-    summary = json.loads(run.stdout.splitlines()[-1])
+    assert example.main(["--preset", "tiny", "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    summary = json.loads(printed.splitlines()[-1])
     results = json.loads((output / "results.json").read_text())
     assert len(results["losses"]) == summary["steps"] == example.PRESETS["tiny"].steps
     assert summary["final_loss"] == results["final_loss"] <= example.TARGET
     needed = {name: sizes[-1] for name, sizes in results["gradient_bytes"].items()}
     assert needed["memeff"] < needed["jax"] / 5
     assert (output / "pair_bias.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert "MiB for the gradients" in run.stdout.replace("\n", " ")
+    assert "MiB for the gradients" in printed.replace("\n", " ")
 
 
 def test_bad_arguments_are_refused(example, capsys):

@@ -40,6 +40,7 @@ def test_completions_are_equal_and_files_are_left(example, weights, capsys):
     assert (weights / "completions.txt").read_text(encoding="utf-8").count("--- ") >= 8
 
 
+@pytest.mark.rotating(3)
 def test_pages_of_one_token(example, weights, capsys):
     arguments = ["--preset", "tiny", "--page-size", "1", "--output", str(weights)]
     assert example.main(arguments) == 0

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -107,17 +106,12 @@ def test_batches_are_windows_of_the_text(example, text):
     assert bytes(windows[-1][-1].tolist()) == text[1][-preset.context - 1 :].tobytes()
 
 
-def test_command_line_leaves_its_files(tmp_path):
+def test_command_line_leaves_its_files(example, tmp_path, capsys):
     output = tmp_path / "out"
-    command = [sys.executable, str(SCRIPT), "--preset", "tiny", "--steps", "4", "--dropout", "0.1"]
-    run = subprocess.run(
-        [*command, "--seed", "3", "--output", str(output)],
-        check=True,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
-    summary = json.loads(run.stdout.splitlines()[-1])
+    arguments = ["--preset", "tiny", "--steps", "4", "--dropout", "0.1", "--seed", "3"]
+    example.main([*arguments, "--output", str(output)])
+    printed = capsys.readouterr().out
+    summary = json.loads(printed.splitlines()[-1])
     losses = json.loads((output / "losses.json").read_text())
     assert len(losses["losses"]) == summary["steps"] == 4
     assert summary["final_validation_loss"] == losses["validation"][-1][1]
@@ -125,8 +119,8 @@ def test_command_line_leaves_its_files(tmp_path):
     assert summary["tokens_per_second"] > 0
     assert (output / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert (output / "sample.txt").read_text(encoding="utf-8").startswith("def ")
-    assert "unigram entropy" in run.stdout and "target missed" in run.stdout
-    assert "4 steps, expected time: after a few steps" in run.stdout
+    assert "unigram entropy" in printed and "target missed" in printed
+    assert "4 steps, expected time: after a few steps" in printed
 
 
 def test_the_default_says_how_long_it_takes(example, tmp_path, monkeypatch, capsys):

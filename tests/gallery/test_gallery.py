@@ -34,7 +34,7 @@ def check(name: str, shape: Shape, head_dim: int, implementation: Any) -> None:
             assert error.ours <= error.limit, (dtype, result, error)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @names
 def test_results_and_gradients(name):
     check(name, CPU, 16, "xla")
@@ -68,6 +68,7 @@ def test_masks_are_their_definition(name):
     np.testing.assert_array_equal(jax.jit(lambda: mask.as_array(*sizes))(), want)
 
 
+@pytest.mark.rotating(3)
 def test_errors_become_a_table(tmp_path):
     """The command measures errors, and the report of the benchmarks has a table of them."""
     results = tmp_path / "errors.json"

@@ -66,6 +66,7 @@ def test_a_picture_draws_every_score(pages):
 MASKS = [name for name, entry in ENTRIES.items() if entry.is_mask]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_picture_draws_every_element_and_the_class_of_its_tile(pages, name):
     """Compared with the dense mask: all elements of a tile that is drawn as skipped are masked."""

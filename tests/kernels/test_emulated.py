@@ -125,6 +125,7 @@ class HugeSink(Case):
         return sinks
 
 
+@pytest.mark.rotating(3)
 def test_a_sink_of_infinity_is_the_limit_of_huge_ones(machine):
     case = HugeSink(B=2, T=70, S=90, N=4, K=2, lengths=((70, 90), (33, 0)))
     infinite = dataclasses.replace(case, sink=np.inf)
@@ -158,6 +159,7 @@ def gradients_of_nan_in_kernels(run):
         return gradients_of_nan(run)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nan_in_the_cotangent_of_a_row_without_keys(arch, machine):
     """The row has probabilities of 0, and 0 * NaN is NaN: the same in kernels and in plain JAX."""

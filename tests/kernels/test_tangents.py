@@ -159,6 +159,7 @@ def tangents_of_functions(seed: int) -> Any:
     return jax.tree.map(np.asarray, results), primals, directions
 
 
+@pytest.mark.rotating(3)
 def test_score_functions_and_mask_functions(machine):
     (results, tangents), *arrays = machine.submit(tangents_of_functions, 4).result(timeout=600)
     primals, directions = jax.tree.map(lambda x: x.astype(np.float32), arrays)

@@ -59,6 +59,7 @@ def numbers(*values: Any) -> Any:
     return (ctypes.c_int * len(values))(*map(int, values))
 
 
+@pytest.mark.rotating(3)
 def test_random_windows_lengths_and_positions():
     path = build.kernel_library("tile_classes", SOURCE)
     on_device = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL).tile_classes

@@ -99,6 +99,7 @@ CALLS = {
 }
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("arguments", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_keras_layers(keras, name, arguments, said):

@@ -164,6 +164,7 @@ def linen_layers(**settings) -> tuple[linen.Module, linen.Module]:
     )
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("batch", [(3,), (2, 3)])
 @pytest.mark.parametrize("settings", [{}, {"normalize_qk": True, "force_fp32_for_softmax": True}])
 def test_linen_module(batch, settings):

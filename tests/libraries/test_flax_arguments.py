@@ -222,6 +222,7 @@ def unchanged(door):
     return first
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("door, name", [(door, name) for door in CHANGES for name in CHANGES[door]])
 def test_no_argument_of_flax_is_ignored(door, name):
     try:

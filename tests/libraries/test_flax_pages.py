@@ -165,6 +165,7 @@ def test_positions_of_the_user():
     np.testing.assert_allclose(moved, expected, atol=2e-5)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("wide", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("starts", [None, np.array([0, 12, 24])], ids=["batch", "packed"])
 def test_strict_promotion(starts, wide):

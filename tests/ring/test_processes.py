@@ -51,6 +51,7 @@ def run_together(
         ]
 
 
+@pytest.mark.rotating(3)
 @at("devices", cpu=2, cuda=[2, 4])
 def test_a_ring_of_processes_equals_one_device(devices):
     platform = "cpu" if devices[0].platform == "cpu" else "cuda"

@@ -109,6 +109,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_count_positions_in_the_sequence(name):
     rng = np.random.default_rng(3)
@@ -187,7 +188,7 @@ def test_listed_blocks_of_keys():
     check(case, ragged(case, mask=mask, max_query_length=1), valid=listed)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize("condition", ["listed", "under_or", "excluded", "boolean_under_or"])
 @pytest.mark.parametrize("rows", [16, 8, 5])
 def test_rows_of_lists_are_the_queries(rows, condition):

@@ -87,6 +87,7 @@ def test_random_ragged_batches(key_heads):
             np.testing.assert_allclose(got, exact, rtol=2e-5, atol=2e-5, err_msg=str(index))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("scales", [("none", "none"), ("heads", "pages"), ("pages", "heads")])
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_float8_pools(key_heads, scales):
@@ -253,6 +254,7 @@ def test_vmap(assert_close):
         assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *want), 1e-6)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("over", ["heads", "copies of key heads", "sequences"])
 def test_sharded(over, axis_type, assert_close):
@@ -278,6 +280,7 @@ def test_sharded(over, axis_type, assert_close):
     assert_close(jax.tree.map(np.asarray, got), want, 1e-6)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_temporaries_do_not_grow_with_the_pool(dtype, heads):

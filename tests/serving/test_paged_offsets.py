@@ -97,6 +97,7 @@ def assert_equal(found: Any, expected: Any, tolerance: float) -> None:
         )
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_shared_prefix_is_merged(feature):
@@ -197,7 +198,7 @@ def lowered(machine, selected):
     machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.rotating(4)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize(("arch", "dtype", "feature", "counts"), KERNELS)
 def test_kernels_merge_a_shared_prefix(arch, dtype, feature, counts, machine):

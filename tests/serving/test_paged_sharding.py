@@ -116,6 +116,7 @@ def test_bits_do_not_depend_on_the_number_of_devices():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.rotating(2)
 @auto_and_explicit
 @pytest.mark.parametrize(
     ("spec", "features"), [(P("x", None, "y"), True), (P(("x", "y")), False)], ids=str

@@ -37,6 +37,7 @@ ONE_HEAD = {"heads": 1, "dim": 64}
 LATENT = {"heads": 1, "dim": 80, "value_dim": 64}
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
     [
@@ -53,6 +54,7 @@ def test_temporaries_do_not_grow_with_the_pool(dtype, sizes):
     assert of_small == of_large
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_tokens_are_written_in_place(dtype, heads):

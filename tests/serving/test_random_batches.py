@@ -34,6 +34,7 @@ def lengths_near_pages(rng, batch, longest, page_size):
     return np.clip(lengths, 0, longest)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     ("batches", "batch", "tokens", "page_size", "max_pages"),
     [(450, 1, 24, 16, 4), (450, 5, 48, 16, 3), (150, 3, 3, 48, 2), (150, 3, 24, 1, 40)],
@@ -66,6 +67,7 @@ PROGRAMS = {"prompt": (1, 320, 320, 24), "mixed": (4, 96, 64, 20), "steps": (4, 
 """For each program: sequences, tokens, most queries of a sequence, and pages of a sequence."""
 
 
+@pytest.mark.rotating(3)
 def test_bits_of_batch_invariant_results():
     """The bits of a token are the same in a prompt, a chunk and a step, whatever the other
     sequences and the pages.

@@ -67,7 +67,7 @@ def unsharded(key_heads):
     return function(*operands)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.quick("2 over 4-AxisType.Explicit")
 @auto_and_explicit
 @on_heads
@@ -88,7 +88,7 @@ def test_results_gradients_and_dropout(
             assert gradient.sharding.is_equivalent_to(x.sharding, gradient.ndim)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @auto_and_explicit
 @on_heads
 def test_no_operand_is_gathered(axis_type, key_heads, shape, query_spec, key_spec):

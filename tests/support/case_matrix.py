@@ -243,24 +243,35 @@ def cases() -> list[Case]:
 
 def small_cases() -> list[Case]:
     """A few of the rows, with every value of every axis except head dims above 320."""
-    small = {case: _values(row) for case, row in rows().items() if max(row["dims"]) <= 320}
-    missing = set().union(*small.values())
+    return _covering({case: _values(row) for case, row in _small_rows()})
+
+
+def _small_rows() -> list[tuple[Case, Row]]:
+    return [(case, row) for case, row in rows().items() if max(row["dims"]) <= 320]
+
+
+def _covering(values: Mapping[Case, set[tuple]]) -> list[Case]:
+    """A few of the cases, which have all values. Greedy: the case that adds most comes next."""
+    missing = set().union(*values.values())
     found = []
     while missing:
-        found.append(max(small, key=lambda case: len(missing & small[case])))
-        missing -= small[found[-1]]
+        found.append(max(values, key=lambda case: len(missing & values[case])))
+        missing -= values[found[-1]]
     return found
 
 
 def listed_cases() -> list[Case]:
-    """The rows with head dims up to 320, each with lists of keys: short ones, and longer ones than
-    the keys."""
-    found = []
-    for index, own in enumerate(x for x in cases() if max(x.H, x.value_dim) <= 320):
+    """Rows with lists of keys, short ones and longer ones than the keys. Each kind of list meets
+    every value of every axis, except head dims above 320.
+    """
+    values = {}
+    for index, (own, row) in enumerate(_small_rows()):
         dims = ("BKT", "1KT", "B1T", "11T")[index % 4]
-        count = (1, 7, own.S // 2, own.S + 9)[index // 4 % 4]
-        found.append(dataclasses.replace(own, keys=(dims, count)))
-    return found
+        length = index // 4 % 4
+        count = (1, 7, own.S // 2, own.S + 9)[length]
+        listed = dataclasses.replace(own, keys=(dims, count))
+        values[listed] = {(kind, *value) for kind in (dims, length) for value in _values(row)}
+    return _covering(values)
 
 
 def sanitized_cases() -> list[Case]:

@@ -128,7 +128,7 @@ def test_kernels_keep_their_accumulators_in_registers(arch, tmp_path):
     assert_registers_suffice(arch, tmp_path)
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != COVERED])
 def test_kernels_of_other_architectures(arch, tmp_path):
     assert_registers_suffice(arch, tmp_path)

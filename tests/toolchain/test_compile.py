@@ -61,6 +61,7 @@ def forward(**changes):
     return select.select(Problem("forward", "bf16", 32, 32, "sm_80", changes))
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(("direction", "arch"), [("forward", "sm_80"), ("backward", "sm_90a")])
 def test_attention_kernel_compiles_once(shared_cache, direction, arch):
     spec = select.select(Problem(direction, "bf16", 32, 32, arch, {"mask": "causal"}))
@@ -319,6 +320,7 @@ def test_wrong_numbers_in_python_do_not_compile(shared_cache):
         compiler.compile(wrong, "sm_80")
 
 
+@pytest.mark.rotating(3)
 def test_many_in_processes(shared_cache):
     good = forward(mask="window")
     broken = dataclasses.replace(good, tile=dataclasses.replace(good.tile, warps=3))

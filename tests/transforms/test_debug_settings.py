@@ -121,6 +121,7 @@ CALLS: dict[str, Any] = {
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
+@pytest.mark.rotating(3)
 @every_call
 @pytest.mark.parametrize("wide", [False, True], ids=["", "x64"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -133,6 +134,7 @@ def test_strict_promotion(call, dtype, wide):
         jax.jit(call).lower(*(x.astype(dtype) for x in (QUERY, KEY, VALUE)))
 
 
+@pytest.mark.rotating(3)
 @every_call
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_strict_promotion_of_derivatives(call, dtype):

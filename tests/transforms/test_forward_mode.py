@@ -94,6 +94,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_forward_mode(way, assert_close):
     with pytest.raises(TypeError, match=r"forward mode.*`with jax_memeff.forward_mode\(\):`"):

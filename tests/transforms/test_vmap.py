@@ -116,7 +116,7 @@ def names_of(function: Any, *arguments: Any) -> list[str]:
 every_gradient = gradients_of(everything)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.quick("value-lengths")
 @pytest.mark.parametrize(
     "names",

@@ -22,6 +22,7 @@ def launched(cases, arch):
     return found
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90a"])
 def test_each_kernel_of_an_architecture_is_launched_by_default(arch):
     """Add a case for a new kernel, if this fails."""

@@ -57,6 +57,7 @@ def own_functions(monkeypatch):
     monkeypatch.setitem(sys.modules, "own", module)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", names_of_features())
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_option_changes_the_program_or_is_refused(own_functions, kind, name):

@@ -53,6 +53,7 @@ def states(document):
     return {cell["name"]: cell["state"] for cell in document["cells"]}
 
 
+@pytest.mark.rotating(2)
 def test_right_kernels_pass(verify, tmp_path):
     code, report, document = verify("nothing")
     assert code == 0, report
@@ -62,6 +63,7 @@ def test_right_kernels_pass(verify, tmp_path):
     assert "2 passed, 0 failed" in report and "kernels for sm_80" in report
 
 
+@pytest.mark.rotating(3)
 def test_a_large_case_is_timed_beside_jax_nn(verify):
     code, report, document = verify("large")
     assert code == 0, report

@@ -293,7 +293,7 @@ def arguments_of(cases: dict[str, Case]) -> list[tuple[str, str]]:
     return [(case, name) for case in cases for name in cases[case].arguments]
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize(("case", "name"), arguments_of(CASES))
 def test_an_object_stands_for_its_array(case, name):
     for traced in (False, True):

@@ -38,6 +38,7 @@ def valid(mask, rows, columns):
     return np.asarray(mask.as_array(1, 1, rows, columns))[0, 0]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("where", ["host", "query_on_device", "keys_on_device", "device"])
 @pytest.mark.parametrize(("a", "b"), [*zip(IDS, IDS, strict=True), ("unsigned", "wrap_to_valid")])
 def test_segment_ids_compare_as_numbers(a, b, where, x64):

@@ -41,6 +41,9 @@ struct Wait {
   long number = -1;
 
   bool over() const { return word == nullptr || ((*word & mask) == value) == equal; }
+  bool is_for_same(Wait const& other) const {
+    return word == other.word && mask == other.mask && value == other.value && equal == other.equal;
+  }
 };
 
 struct AsyncCopy {
@@ -103,6 +106,7 @@ struct Exchange {
 
 struct Warp {
   uint64_t asleep_until = 0;  // until this turn, or until no other warp can run
+  std::vector<Wait> waits;    // of its lanes, each once, if no lane could run; else empty
   int live = kLanes;
   int arrived = 0;
   uint64_t generation = 0;

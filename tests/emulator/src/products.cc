@@ -12,6 +12,7 @@ namespace {
 constexpr int kRows = 16;
 constexpr int kSteps = 16;  // k of a 16-bit product
 constexpr int kMostColumns = 256;
+constexpr int kVector = 4;  // columns that are computed at a time
 
 float to_float(uint32_t bits) {
   float x;
@@ -131,6 +132,19 @@ void read_operand(Block& block, Format format, Operand const& operand, int first
   });
 }
 
+// Columns [first, first + kVector) of a row of the product, whose sums stay in registers.
+void multiply(float const (&left)[kSteps], float const (&right)[kSteps][kMostColumns], int first,
+              float (&row)[kMostColumns]) {
+  using Vector [[gnu::vector_size(kVector * sizeof(float))]] = float;
+  Vector sums = {};
+  for (int k = 0; k < kSteps; ++k) {
+    Vector columns;
+    std::memcpy(&columns, &right[k][first], sizeof(columns));
+    sums += left[k] * columns;
+  }
+  std::memcpy(&row[first], &sums, sizeof(sums));
+}
+
 void compute(Block& block, int warp, Product& product) {
   static float left[kRows][kSteps];
   static float right[kSteps][kMostColumns];
@@ -146,11 +160,8 @@ void compute(Block& block, int warp, Product& product) {
   read_operand(block, product.format, product.right, 0, columns,
                [&](int column, int k, float value) { right[k][column] = value; });
   for (int row = 0; row < kRows; ++row) {
-    std::fill(sums[row], sums[row] + columns, 0.0f);
-    for (int k = 0; k < kSteps; ++k) {
-      float const factor = left[row][k];
-      for (int n = 0; n < columns; ++n) sums[row][n] += factor * right[k][n];
-    }
+    for (int first = 0; first < columns; first += kVector)
+      multiply(left[row], right, first, sums[row]);
   }
   for (int lane = 0; lane < kLanes; ++lane) {
     float* const c = product.c[lane];

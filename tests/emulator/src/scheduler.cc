@@ -120,12 +120,31 @@ void suspend() {
 
 bool can_run(Fiber const& fiber) { return !fiber.done && fiber.wait.over(); }
 
-bool can_run(Block const& block, int warp) {
-  if (block.warps[warp].asleep_until > launch->turns) return false;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    if (can_run(block.fibers[warp * kLanes + lane])) return true;
+// Whether a lane of the warp can run. Most warps wait most of the time, and all lanes for the same
+// barrier, so the conditions are collected when none of them holds.
+bool has_lane_to_run(Block& block, int index) {
+  Warp& warp = block.warps[index];
+  if (warp.waits.empty()) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      Fiber const& fiber = block.fibers[index * kLanes + lane];
+      if (fiber.done) continue;
+      if (fiber.wait.over()) {
+        warp.waits.clear();
+        return true;
+      }
+      auto const is_same = [&](Wait const& wait) { return wait.is_for_same(fiber.wait); };
+      if (std::none_of(warp.waits.begin(), warp.waits.end(), is_same)) {
+        warp.waits.push_back(fiber.wait);
+      }
+    }
+    return false;
   }
-  return false;
+  return std::any_of(warp.waits.begin(), warp.waits.end(),
+                     [](Wait const& wait) { return wait.over(); });
+}
+
+bool can_run(Block& block, int warp) {
+  return block.warps[warp].asleep_until <= launch->turns && has_lane_to_run(block, warp);
 }
 
 void sleep(Warp& warp) { warp.asleep_until = launch->turns + random_number() % kLongestSleep; }
@@ -144,8 +163,10 @@ bool wake_all() {
 bool run_warp(Block& block, int warp) {
   if (random_number() % kSleepOdds == 0) sleep(block.warps[warp]);
   if (block.warps[warp].asleep_until > launch->turns) return false;
-  bool ran = false;
   int const first = int(random_number() % kLanes);
+  if (!has_lane_to_run(block, warp)) return false;
+  block.warps[warp].waits.clear();
+  bool ran = false;
   for (int i = 0; i < kLanes; ++i) {
     Fiber& fiber = block.fibers[warp * kLanes + (first + i) % kLanes];
     if (!can_run(fiber)) continue;

@@ -318,6 +318,7 @@ def exact_gradient(beyond: float, inside: float) -> np.ndarray:
     return np.asarray(jax.jit(jax.grad(loss, (0, 1)))(arrays["query"], arrays["table"])[1])
 
 
+@pytest.mark.rotating(3)
 def test_rows_beyond_the_lengths_do_not_scale_exact_sums(machine):
     runs = [machine.submit(exact_gradient, beyond, 1.0) for beyond in (0.0, 1e30, np.nan)]
     want, *found = (run.result(timeout=600) for run in runs)
@@ -334,6 +335,7 @@ def test_exact_sums_of_nan_are_nan(machine):
     assert np.isfinite(found[:, 5 + 1 + S : 5 + 64 + S]).all()
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if FUNCTIONS[name][0]])
 @pytest.mark.parametrize("head_dim", [64, 320])
 def test_kernels_sum_gradients(name, head_dim, monkeypatch, fake_compiler):

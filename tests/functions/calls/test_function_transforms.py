@@ -91,6 +91,7 @@ def emulated_gradients() -> Any:
     return jax.tree.map(np.asarray, jax.jit(jax.vmap(gradients, AXES_OF_SHARED))(*SHARED))
 
 
+@pytest.mark.rotating(3)
 def test_kernels_sum_the_gradient_of_a_shared_array_in_each_mapped_call(machine, assert_close):
     """All operands of the kernel have the whole batch, and the table's gradient has not."""
     found = machine.submit(emulated_gradients).result(timeout=600)

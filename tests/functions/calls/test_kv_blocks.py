@@ -143,6 +143,7 @@ def test_vmap(assert_close):
         assert_close(jax.jit(jax.vmap(attend, axes))(*own), want, 1e-6)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("a", None, "b"), P("a", "b")], ids=["heads", "rows"])
 def test_sharded(axis_type, spec, assert_close):
@@ -271,7 +272,7 @@ def check_kernels_with_nan(found: Any) -> None:
     assert (out[:, :256] != 0).any(3).all()
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize(
     ("arch", "query_rows", "head_dim"),
     [

@@ -43,6 +43,7 @@ def test_not(name):
     np.testing.assert_array_equal(as_array(~ATOMS[name]), ~as_array(ATOMS[name]))
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", ATOMS)
 @pytest.mark.parametrize("other", ["causal", "segments", "function"])
 def test_or(name, other):

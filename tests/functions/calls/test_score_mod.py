@@ -42,7 +42,7 @@ SAMPLE = functions_case.sample()
 """Every pair of values of two axes. Each run has a third of the cases."""
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize(
     "case", daily.drawn("calls with functions", SAMPLE, len(SAMPLE) // 3), ids=str
 )

@@ -36,6 +36,7 @@ def assert_holds(case: Case, bounds: list[np.ndarray], found, ends: np.ndarray) 
     return int(decided)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("seed", range(max(1, COUNT // BATCH)))
 def test_elements_of_random_programs_lie_within_ranges(seed):
     """With infinities, NaN, the largest integers, and reads in and out of bounds."""

@@ -9,6 +9,7 @@ from typing import Any
 import compiled_programs
 import jax
 import numpy as np
+import pytest
 from compiled_programs import BATCH_INDEX, Case, Evaluated
 from jax import lax
 from random_programs import EVERY, captured_arrays, dims_of, programs
@@ -213,6 +214,7 @@ def check_operations(cases: list[Case], evaluated: list[Evaluated]) -> set[tuple
     return {(op, dtypes[0]) for op, _, _, dtypes, _ in calls}
 
 
+@pytest.mark.rotating(3)
 def test_values_of_random_programs_are_those_of_lax():
     arguments = compiled_programs.points(POINTS)
     arrays = captured_arrays()

@@ -168,6 +168,7 @@ def close(got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", SCORES)
 def test_score_functions_and_their_derivatives(compiled, name):
     function = SCORES[name]
@@ -285,6 +286,7 @@ def is_rounded_everywhere(name: str) -> bool:
     return bool(np.asarray(jax.jit(mask).lower(*arrays).compile(OPTIMIZED)(*arrays)).all())
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("quotient", "square in a sum")
 @pytest.mark.parametrize("name", ROUNDED)
 def test_xla_rounds_as_ieee_754_says(name):

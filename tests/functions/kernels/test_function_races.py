@@ -139,7 +139,7 @@ def test_bits_are_equal_in_every_run(hunt, monkeypatch):
         lateness.assert_equal_runs(monkeypatch, run, hunt.drawn(), REPEATS)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize("hunt", HUNTS, ids=str)
 def test_every_hunt_has_kernels_of_hopper(hunt, monkeypatch, fake_compiler):
     monkeypatch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)

@@ -43,6 +43,7 @@ def gradients(arch: str, seed: int, head_dim: int) -> Any:
     return jax.tree.map(np.asarray, found)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("call", [("sm_90a", 64), ("sm_80", 64)], ids=str)
 def test_tiles_beyond_the_longest_sequence(call, machine):
     arch, head_dim = call

@@ -49,7 +49,7 @@ def results(arch: str, dtype: str, head_dim: int, rows: int, columns: int, fille
     return out, lse[:, :length], gradients, of_bias
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize(
     "call",
     [

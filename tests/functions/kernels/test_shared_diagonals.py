@@ -190,7 +190,7 @@ def lowered(machine, selected):
     machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize("call", CALLS, ids=str)
 @pytest.mark.parametrize("seed", [0, 1])

@@ -55,6 +55,7 @@ def nested(table):
 FUNCTIONS = [logarithm, operand, read_inside, switch, nested]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("make", FUNCTIONS)
 def test_derivatives_are_those_of_the_branch_taken(make, assert_close):
     scores = jnp.asarray(np.random.default_rng(0).normal(size=25), jnp.float32)

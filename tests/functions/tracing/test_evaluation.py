@@ -50,7 +50,7 @@ def direct(make, arrays, scores):
     return everywhere(make(*arrays), scores, *positions())
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.quick("alibi-float32")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", SCORE_FUNCTIONS)
@@ -73,6 +73,7 @@ def test_values_and_gradients_are_those_of_the_function(name, dtype, request, as
     assert_close(loss(traced)(moving, scores), loss(direct)(moving, scores), tolerance)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("name", ["distance", "gates", "composed", "branches"])
 def test_derivatives_of_any_order_and_mode(name, x64, assert_close):
     make, arrays = SCORE_FUNCTIONS[name]
@@ -114,6 +115,7 @@ def test_derivatives_are_by_the_score_and_by_each_float_read(name, assert_close)
     assert_close(sum(map(np.asarray, by_reads)), along_ones)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("documents")
 @pytest.mark.parametrize("name", MASK_FUNCTIONS)
 def test_masks_are_those_of_the_function(name):

@@ -48,6 +48,7 @@ def conversions(dtype, number):
     ]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("int8")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_floats_beyond_an_integer_type_become_its_limits(dtype):
@@ -55,6 +56,7 @@ def test_floats_beyond_an_integer_type_become_its_limits(dtype):
     assert_same(lambda s, b, h, q, k: s.astype(dtype).astype(jnp.float32), *of_numbers)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.quick("uint8")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_integers_beyond_an_integer_type_wrap_around(dtype):

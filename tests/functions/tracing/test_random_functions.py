@@ -106,7 +106,7 @@ class Drawn:
         return tables["scalar"] * tables["vector"][i % 3]
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize("seed", range(24))
 def test_random_functions(seed, request, assert_close):
     dtype = "float64" if seed % 2 else "float32"

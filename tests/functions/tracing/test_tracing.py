@@ -206,6 +206,7 @@ def test_integers_wrap_around_as_in_their_dtype(dtype):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds", None])
 @pytest.mark.parametrize("dtype", [np.float32, np.int16, np.uint8, np.bool_])
 def test_what_indices_out_of_range_read(mode, dtype):
@@ -355,6 +356,7 @@ JNP_FUNCTIONS = {
 }
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("name", JNP_FUNCTIONS)
 def test_functions_of_jnp(name):
     """Their values and their derivatives by the score."""

@@ -147,7 +147,7 @@ def assert_same_bits(step: Step, found: Any, opaque: Any) -> None:
         np.testing.assert_array_equal(decided, tested)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize("step", BITS, ids=str)
 def test_emulated_decisions_change_no_bit(step, machine):

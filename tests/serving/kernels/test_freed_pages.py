@@ -41,6 +41,7 @@ BLOCKWISE = [
 ]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize("case", BLOCKWISE, ids=str)
 def test_blockwise(case, assert_close):
     made = case.batch()

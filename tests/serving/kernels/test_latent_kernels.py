@@ -121,7 +121,7 @@ def lowered(machine, selected):
     machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(5)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize(("multiprocessors", "case"), [*EMULATED, *FLOAT8], ids=str)
 def test_emulated_kernels(multiprocessors, case, machine, assert_close):
