@@ -38,7 +38,7 @@ def test_the_readme_has_every_example_that_is_a_command():
     assert commands == {name for name, _ in ROWS}
 
 
-@pytest.mark.rotating(5)  # whole runs, because only they have the time that is stated
+@pytest.mark.rotating(10)  # whole runs, because only they have the time that is stated
 @pytest.mark.parametrize(("name", "minutes"), ROWS)
 def test_the_default_takes_the_minutes_and_succeeds(name, minutes, tmp_path):
     """In CPU time, because other processes delay wall times. The exit status is the comparison."""
