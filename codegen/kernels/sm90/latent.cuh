@@ -261,8 +261,8 @@ CUTE_DEVICE KeyPart next_part(typename Kernel::Control& control,
 // Producer warps for small pages, whose rows they copy one by one.
 
 // The kernel calls produce_keys() with one warp per column group, in place of a thread of
-// LatentProducerSm90. A warp copies every third panel of a KV block. CTAs do not share keys,
-// because only TMA writes to several of them.
+// LatentProducerSm90. The warps copy each panel together, in the order in which buffers are
+// released. CTAs do not share keys, because only TMA writes to several of them.
 template <class Config, class Kernel>
 struct LatentGatherProducerSm90 {
   using Element = typename Config::Element;
@@ -270,12 +270,11 @@ struct LatentGatherProducerSm90 {
   using KeyTile = typename Kernel::KeyTile;
   using Mask = typename Kernel::Mask;
   static constexpr int kTileKey = Kernel::kTileKey;
-  using Rows = GatheredRows<Config, kTileKey>;
+  static constexpr int kWarps = Kernel::kColumnGroups;
+  using Rows = DividedRows<Config, typename Kernel::PanelTile, kWarps>;
 
   CUTE_DEVICE static void produce_keys(ForwardParams const& params, Control& control,
                                        uint32_t tiles, int warp) {
-    bool const leader = threadIdx.x % kWarpSize == 0;
-    unsigned const row_bytes = unsigned(memeff::row_bytes<Element>(params.key));
     PipelineStage<Kernel::kStages> stage;
     PipelineStage<Kernel::kWorkStages> slot;
     while (true) {
@@ -284,50 +283,40 @@ struct LatentGatherProducerSm90 {
       int const key_length = Mask(params.mask, params.shape, part.batch).key_length;
       KeyValueSource<Config> const source(params, part.batch, part.head);
       char const* const pool = source.row(params.key);
-      uint64_t* copying = nullptr;  // the barrier of the panel whose copies are in flight
       Rows next;
-      next.load(source.pages, part.begin * kTileKey, key_length);
+      next.load(source.pages, warp, part.begin * kTileKey, key_length);
       CUTE_NO_UNROLL
       for (int block = part.begin; block < part.end; ++block) {
         int const first = block * kTileKey;
         Rows rows = next;
-        if (rows.find(source.pages, first, key_length)) control.may_miss_pages = true;
+        if (rows.find(source.pages, warp, first, key_length)) control.may_miss_pages = true;
         // Loaded before the copies, because loads arrive in order.
-        next.load(source.pages, first + kTileKey, key_length);
+        next.load(source.pages, warp, first + kTileKey, key_length);
         auto& barriers = control.keys[stage.index];
-        CUTE_NO_UNROLL
-        for (int panel = warp; panel < Kernel::kPanels; panel += Kernel::kColumnGroups) {
-          uint64_t& empty = barriers.empty[Kernel::group_of(panel)];
-          // Hazard: consumers may need the panel in flight before they release this one.
-          if (warp_any(!has_phase_ended(empty, stage.parity ^ 1))) report<0>(copying);
-          wait_barrier(empty, stage.parity ^ 1);
-          random_sleep();
-          int const column = panel * KeyTile::kPanelColumns;
-          rows.template copy<typename Kernel::PanelTile>(
-              Kernel::keys(tiles, stage.index) + panel * KeyTile::kPanelBytes,
-              pool + column * int(sizeof(Element)), row_bytes, params.shape.head_dim - column);
-          commit_copies();
-          report<1>(copying);
-          copying = &barriers.full[panel];
-        }
+        // The group without values is released first, then that of the consumer with the scores.
+        copy_group<Kernel::kOthers>(params, control, tiles, stage, rows, warp, pool,
+                                    Kernel::kOtherColumns);
+        copy_group<Kernel::kValuePanels>(params, control, tiles, stage, rows, warp, pool,
+                                         stage.index);
+        copy_group<Kernel::kValuePanels>(params, control, tiles, stage, rows, warp, pool,
+                                         1 - stage.index);
         stage.advance();
       }
-      report<0>(copying);
     }
   }
 
  private:
-  // Reports the panel in flight, if there is one, to be complete. kPending groups of copies are
-  // younger than its own.
-  template <int kPending>
-  CUTE_DEVICE static void report(uint64_t*& copying) {
-    if (copying == nullptr) return;
-    wait_copies<kPending>();
-    fence_tma_store();
-    __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) arrive_barrier(*copying);
-    copying = nullptr;
+  template <int kCount>
+  CUTE_DEVICE static void copy_group(ForwardParams const& params, Control& control, uint32_t tiles,
+                                     PipelineStage<Kernel::kStages> const& stage, Rows const& rows,
+                                     int warp, char const* pool, int group) {
+    auto& barriers = control.keys[stage.index];
+    wait_barrier(barriers.empty[group], stage.parity ^ 1);
     random_sleep();
+    int const first = Kernel::group_begin(group);
+    rows.template copy<kCount>(Kernel::keys(tiles, stage.index), warp, pool,
+                               unsigned(memeff::row_bytes<Element>(params.key)),
+                               params.shape.head_dim, first, barriers.full[first]);
   }
 };
 
@@ -760,8 +749,8 @@ struct LatentConsumerSm90 {
   using ValueTile = typename Kernel::ValueTile;
   static constexpr int kKeySteps = Config::kTileKey / 16;
   static constexpr int kPanelSteps = PanelTile::kColumns / 16;
-  static constexpr int kOtherColumns = Kernel::kColumnGroups - 1;  // the group without values
-  static constexpr int kOthers = Kernel::kPanels - Kernel::group_begin(kOtherColumns);
+  static constexpr int kOtherColumns = Kernel::kOtherColumns;
+  static constexpr int kOthers = Kernel::kOthers;
   static constexpr int kOwnPanels = kOthers + Kernel::kValuePanels;  // without the other's values
   static constexpr bool kKeySegments = Kernel::Schedule::kKeySegments;
   static constexpr int kTileKey = Kernel::kTileKey;
@@ -788,17 +777,35 @@ struct LatentConsumerSm90 {
     int const lane = int(threadIdx.x) % kWarpSize;
     at.leader = lane == 0;
     at.releases = lane >= sharers ? -1 : sharers == 1 ? cluster_rank() : lane;
-    while (true) {
-      control.work.wait(at.slot);
-      KeyPart const part = control.parts[at.slot.index];
-      if (part.batch < 0) break;
-      if constexpr (!kKeySegments) release_part(control, at);
-      compute(params, control, tiles, part, at);
-      if constexpr (kKeySegments) release_part(control, at);
+    if constexpr (kKeySegments) {
+      while (true) {
+        control.work.wait(at.slot);
+        KeyPart const part = control.parts[at.slot.index];
+        if (part.batch < 0) break;
+        compute(params, control, tiles, part, at);
+        release_part(control, at);
+      }
+    } else {
+      KeyPart part = start_part(params, control, tiles, at);
+      while (part.batch >= 0) part = compute(params, control, tiles, part, at);
     }
   }
 
  private:
+  // Takes the next part, and starts the copies of its queries.
+  CUTE_DEVICE static KeyPart start_part(ForwardParams const& params, Control& control,
+                                        uint32_t tiles, ConsumerState& at) {
+    control.work.wait(at.slot);
+    KeyPart const part = control.parts[at.slot.index];
+    release_part(control, at);
+    if (part.batch >= 0) {
+      int const query_length = Mask(params.mask, params.shape, part.batch).query_length;
+      Kernel::Queries::load(params, part, query_length, tiles);
+      commit_copies();
+    }
+    return part;
+  }
+
   // All lanes of a warp call it when they have read the part.
   CUTE_DEVICE static void release_part(Control& control, ConsumerState& at) {
     __syncwarp();
@@ -807,7 +814,8 @@ struct LatentConsumerSm90 {
   }
 
   // Computes a part: the KV blocks [begin, end) of a row tile, two at a time, one per consumer.
-  CUTE_DEVICE static void compute(ForwardParams const& params, Control& control, uint32_t tiles,
+  // Returns the next part; its queries arrive while this one's output is written.
+  CUTE_DEVICE static KeyPart compute(ForwardParams const& params, Control& control, uint32_t tiles,
                                   KeyPart const& part, ConsumerState& at) {
     Mask const mask(params.mask, params.shape, part.batch);
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
@@ -815,10 +823,10 @@ struct LatentConsumerSm90 {
     cute::clear(output);
     Softmax softmax;
     if (!has_queries(part)) {
-      // Hazard: the other consumer must have read the queries of the previous part. It has, because
-      // it has passed the barrier of add_row_sums().
-      Kernel::Queries::load(params, part, mask.query_length, tiles);
-      commit_copies();
+      if constexpr (kKeySegments) {
+        Kernel::Queries::load(params, part, mask.query_length, tiles);
+        commit_copies();
+      }
       wait_copies<0>();
       fence_tma_store();
       named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
@@ -841,6 +849,7 @@ struct LatentConsumerSm90 {
                           output);
     }
     if (block < end) add_other_values(control, tiles, at, softmax, output);
+    // Hazard: this barrier must come between the scores of a part and the next part's queries.
     Exchange::add_row_sums(control.row_sums[at.sums], at.warpgroup, Kernel::kConsumerBarrier,
                            softmax);
     at.sums ^= 1;  // hazard: the other consumer may still read these
@@ -850,9 +859,12 @@ struct LatentConsumerSm90 {
       int const query_length = Mask(params.mask, params.shape, own.batch).query_length;
       Kernel::Output::write(params, own, query_length, at.warpgroup,
                             at.warpgroup * Kernel::kColumns, softmax, output);
+      return part;
     } else {
+      KeyPart const next = start_part(params, control, tiles, at);
       Kernel::Output::write(params, part, mask.query_length, at.warpgroup,
                             at.warpgroup * Kernel::kColumns, softmax, output);
+      return next;
     }
   }
 
@@ -909,11 +921,8 @@ struct LatentConsumerSm90 {
     fence_accumulators(scores);
     CUTE_UNROLL
     for (int i = begin; i < end; ++i) {
-      // The columns without values are the last ones.
-      int const value_panel =
-          (i - kOthers + at.warpgroup * Kernel::kValuePanels) % Kernel::group_begin(kOtherColumns);
-      int const panel = i < kOthers ? Kernel::group_begin(kOtherColumns) + i : value_panel;
-      wait_barrier(barriers.full[panel], at.own_parity);
+      int const panel = Kernel::score_panel(at.warpgroup, i);
+      Kernel::wait_panel(barriers, panel, at.own_parity);
       begin_products();  // after each wait, else ptxas (CUDA 13.0) injects it (C7519)
       warpgroup_gemm<Element, kPanelSteps>(
           scores, operand<PanelTile, Contiguous::k>(tiles + panel * PanelTile::kBytes),
@@ -968,8 +977,8 @@ struct LatentConsumerSm90 {
     // visible to this thread without relying on the other consumer.
     CUTE_UNROLL
     for (int panel = 0; panel < Kernel::kValuePanels; ++panel) {
-      wait_barrier(control.keys[other].full[at.warpgroup * Kernel::kValuePanels + panel],
-                   at.other_parity);
+      Kernel::wait_panel(control.keys[other], at.warpgroup * Kernel::kValuePanels + panel,
+                         at.other_parity);
     }
     add_values(control, tiles, at, other,
                operand<ProbabilityTile, Contiguous::k>(tiles + Kernel::kProbabilityOffset), output);
@@ -1051,6 +1060,15 @@ struct FmhaForwardLatentSm90 {
     return min(panel / kValuePanels, kColumnGroups - 1);
   }
   static_assert(kPanels > group_begin(kWarpgroups));
+  static constexpr int kOtherColumns = kColumnGroups - 1;  // the group without values
+  static constexpr int kOthers = kPanels - group_begin(kOtherColumns);
+
+  // The i-th panel that the scores of a consumer read. The columns without values are the last
+  // ones. Those that the consumer has released itself come first, because they arrive first.
+  CUTE_DEVICE static int score_panel(int warpgroup, int i) {
+    int const value_panel = (i - kOthers + warpgroup * kValuePanels) % group_begin(kOtherColumns);
+    return i < kOthers ? group_begin(kOtherColumns) + i : value_panel;
+  }
 
   // A KV block occupies the buffer of the consumer that owns its scores, so buffers alternate.
   static constexpr int kStages = kWarpgroups;
@@ -1063,6 +1081,8 @@ struct FmhaForwardLatentSm90 {
 
   static constexpr int kCluster = Config::kCluster;  // CTAs
   static constexpr bool kCopiesByWarps = Config::kFloat8Pages || kSmallPages<Config>;
+  using Gather = LatentGatherProducerSm90<Config, FmhaForwardLatentSm90>;
+  static constexpr bool kGathersRows = kSmallPages<Config> && !Config::kFloat8Pages;
   static constexpr int kWorkStages = 4;
   // Everything in shared memory except the tiles.
   struct Control {
@@ -1089,12 +1109,21 @@ struct FmhaForwardLatentSm90 {
     return tiles + kKeyOffset + stage * KeyTile::kBytes;
   }
 
+  // Gathered rows arrive with all panels of a column group at once, at the barrier of the first.
+  CUTE_DEVICE static void wait_panel(KeyBarriers& barriers, int panel, int parity) {
+    if (kGathersRows && panel != group_begin(group_of(panel))) return;
+    wait_barrier(barriers.full[panel], parity);
+    if constexpr (kGathersRows) fence_tma_store();  // see arrive_when_copied()
+  }
+
   CUTE_DEVICE static void init(Control& control, int sharers) {
     constexpr int kWarps = kWarpgroupSize / kWarpSize;  // per consumer
     CUTE_UNROLL
     for (int stage = 0; stage < kStages; ++stage) {
       CUTE_UNROLL
-      for (uint64_t& barrier : control.keys[stage].full) init_barrier(barrier, 1);
+      for (uint64_t& barrier : control.keys[stage].full) {
+        init_barrier(barrier, kGathersRows ? Gather::Rows::kArrivals : 1);
+      }
       CUTE_UNROLL
       for (uint64_t& barrier : control.keys[stage].empty) init_barrier(barrier, kWarps * sharers);
       init_barrier(control.probabilities[stage], kWarps);
@@ -1130,8 +1159,7 @@ struct FmhaForwardLatentSm90 {
       } else if constexpr (kCopiesByWarps) {
         using Copying =
             cute::conditional_t<Config::kFloat8Pages,
-                                LatentFloat8ProducerSm90<Config, FmhaForwardLatentSm90>,
-                                LatentGatherProducerSm90<Config, FmhaForwardLatentSm90>>;
+                                LatentFloat8ProducerSm90<Config, FmhaForwardLatentSm90>, Gather>;
         Copying::produce_keys(params, control, tiles, warp);
       } else if (threadIdx.x % kWarpSize == 0) {
         Producer::produce_keys(params, maps.key..., control, tiles, warp, sharers);

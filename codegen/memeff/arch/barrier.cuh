@@ -38,6 +38,15 @@ CUTE_DEVICE void arrive_and_expect(uint64_t& barrier, int bytes) {
   cute::set_barrier_transaction_bytes(barrier, bytes);
 }
 
+// Arrives when all copies that this thread has started with copy_async() are complete, and does not
+// wait for them. Hazard: what they wrote is visible to TMA and wgmma only after a thread that has
+// waited for the barrier has called fence_tma_store().
+CUTE_DEVICE void arrive_when_copied(uint64_t& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
+                   cute::cast_smem_ptr_to_uint(&barrier))
+               : "memory");
+}
+
 // Waits for the end of the latest phase with this parity. The first phase has parity 0; until it
 // ends, a wait for parity 1 returns at once, so a producer finds a fresh buffer empty.
 CUTE_DEVICE void wait_barrier(uint64_t& barrier, int parity) {

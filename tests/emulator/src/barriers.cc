@@ -188,6 +188,13 @@ void arrive_barrier(uint64_t& word, int expected_bytes) {
   stall();
 }
 
+void complete_arrival(uint64_t& word) {
+  Mbarrier barrier = read(word);
+  if (barrier.pending == 0) fail("too many arrivals of copies at an mbarrier");
+  --barrier.pending;
+  write(word, barrier);
+}
+
 void complete_bytes(uint64_t& word, int bytes) {
   Mbarrier barrier = read(word);
   barrier.bytes -= bytes;

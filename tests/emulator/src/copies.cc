@@ -8,6 +8,7 @@ namespace emulator {
 namespace {
 
 constexpr uint32_t kThreadBits = 11;
+constexpr uint32_t kArrivedCopy = (1u << kThreadBits) - 1;
 
 void require_aligned(void const* address, int bytes, char const* what) {
   if (reinterpret_cast<uintptr_t>(address) % unsigned(bytes) != 0) {
@@ -15,12 +16,15 @@ void require_aligned(void const* address, int bytes, char const* what) {
   }
 }
 
-void make(AsyncCopy const& copy) {
-  char* const target = shared_range(this_block(), copy.shared, copy.size, copy.size, "cp.async");
+void make(Block& block, AsyncCopy const& copy, uint32_t writer) {
+  char* const target = shared_range(block, copy.shared, copy.size, copy.size, "cp.async");
   std::memset(target, 0, size_t(copy.size));
   std::memcpy(target, copy.global, size_t(copy.bytes));
-  mark_written(this_block(), copy.shared, copy.size,
-               uint32_t(this_fiber().thread + 1) | this_fiber().fences << kThreadBits);
+  mark_written(block, copy.shared, copy.size, writer);
+}
+
+void make(AsyncCopy const& copy) {
+  make(this_block(), copy, uint32_t(this_fiber().thread + 1) | this_fiber().fences << kThreadBits);
 }
 
 // Makes a TMA copy now, or queues it for later.
@@ -135,6 +139,13 @@ char const* async_read(Block& block, uint32_t address, int bytes, char const* wh
   for (uint32_t word = first; word < first + uint32_t(bytes) / 4; ++word) {
     uint32_t const writer = block.writers[word];
     if (writer == 0) continue;
+    if ((writer & kArrivedCopy) == kArrivedCopy) {
+      if (this_fiber().fenced_arrivals < writer >> kThreadBits) {
+        fail("%s reads byte %u of shared memory, which was copied, without a fence", what,
+             4 * word);
+      }
+      continue;
+    }
     uint32_t const thread = (writer & ((1u << kThreadBits) - 1)) - 1;
     if (block.fibers[thread].fences == writer >> kThreadBits) {
       fail("%s reads byte %u of shared memory, which thread %u wrote and did not fence", what,
@@ -155,12 +166,16 @@ char* write_shared(uint32_t address, int bytes) {
   return target;
 }
 
-void fence_async_proxy() { ++this_fiber().fences; }
+void fence_async_proxy() {
+  ++this_fiber().fences;
+  this_fiber().fenced_arrivals = this_block().copy_arrivals;
+}
 
 void copy_async(uint32_t shared, void const* global, int size, int bytes) {
   shared_range(this_block(), shared, size, size, "cp.async");
   if (bytes > 0) require_aligned(global, size, "cp.async");
   AsyncCopy const copy = {shared, global, size, bytes};
+  this_fiber().uncommitted_copies.push_back(copy);
   if (at_once()) {
     make(copy);
   } else {
@@ -172,6 +187,19 @@ void commit_copies() {
   Fiber& fiber = this_fiber();
   fiber.copy_groups.push_back(std::move(fiber.open_copies));
   fiber.open_copies.clear();
+  fiber.uncommitted_copies.clear();
+}
+
+void arrive_when_copied(uint64_t& barrier) {
+  Fiber& fiber = this_fiber();
+  if (!fiber.copy_groups.empty()) fail("an arrival of copies of which some are committed");
+  start([=, block = &this_block(), arrived = &barrier, copies = fiber.uncommitted_copies] {
+    uint32_t const number = ++block->copy_arrivals;
+    for (AsyncCopy const& copy : copies) make(*block, copy, kArrivedCopy | number << kThreadBits);
+    complete_arrival(*arrived);
+  });
+  fiber.open_copies.clear();
+  fiber.uncommitted_copies.clear();
 }
 
 void wait_copies(int pending) {

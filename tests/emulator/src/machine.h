@@ -72,6 +72,7 @@ struct Fiber {
   Wait wait;
 
   std::vector<AsyncCopy> open_copies;
+  std::vector<AsyncCopy> uncommitted_copies;  // these, and those that took effect at once
   std::deque<std::vector<AsyncCopy>> copy_groups;
 
   uint64_t products = 0;        // started
@@ -80,6 +81,7 @@ struct Fiber {
   uint64_t writes = 0;          // of TMA stores that have been read
   bool stores_committed = true;
   uint32_t fences = 0;
+  uint32_t fenced_arrivals = 0;     // Block::copy_arrivals at its last fence
   uint64_t cluster_generation = 0;  // in which it arrived at the barrier of the cluster
 };
 
@@ -131,8 +133,10 @@ struct Block {
   char* shared;
   int shared_bytes;
   // For each word of shared memory the last thread that wrote it, plus one, and from bit 11 on the
-  // number of async-proxy fences that it had passed; 0 if TMA wrote the word.
+  // number of async-proxy fences that it had passed; 0 if TMA wrote the word. If a barrier
+  // announces the write, the thread is kArrivedCopy, and the number is copy_arrivals.
   std::vector<uint32_t> writers;
+  uint32_t copy_arrivals = 0;
   std::map<void const*, std::vector<char>> statics;
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
@@ -171,6 +175,7 @@ char const* async_read(Block& block, uint32_t address, int bytes, char const* wh
 void mark_written(Block& block, uint32_t address, int bytes, uint32_t writer);
 
 void complete_bytes(uint64_t& barrier, int bytes);
+void complete_arrival(uint64_t& barrier);
 // The barrier at the address of this block's `barrier` in another block.
 uint64_t& in_block(uint64_t const& barrier, Block& block);
 void thread_exits(Fiber& fiber);

@@ -58,6 +58,8 @@ void mma(Format format, float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint
 void copy_async(uint32_t shared, void const* global, int size, int bytes);
 void commit_copies();
 void wait_copies(int pending);
+// Arrives at the barrier when all copies that this thread has started are complete.
+void arrive_when_copied(uint64_t& barrier);
 
 // wgmma: c (+)= a b of m64nNk16, with the left operand in registers or in shared memory. The
 // accumulators are NaN until they have been waited for.

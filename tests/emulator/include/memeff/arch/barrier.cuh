@@ -21,6 +21,7 @@ CUTE_DEVICE void arrive_barrier(uint64_t& barrier) { emulator::arrive_barrier(ba
 CUTE_DEVICE void arrive_and_expect(uint64_t& barrier, int bytes) {
   emulator::arrive_barrier(barrier, bytes);
 }
+CUTE_DEVICE void arrive_when_copied(uint64_t& barrier) { emulator::arrive_when_copied(barrier); }
 CUTE_DEVICE void wait_barrier(uint64_t& barrier, int parity) {
   emulator::wait_barrier(barrier, parity);
 }
