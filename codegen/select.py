@@ -251,6 +251,8 @@ def _problem(
         asked = {**asked, "bias": AskedBias("32", bias.layout, bias.alignment)}
     on = [features.BY_NAME[name] for name in asked if asked[name] != features.BY_NAME[name].off]
     gradients = tuple(operand.role for operand in features.operands(on) if operand.has_gradient)
+    if (pages := asked.get("pages")) is not None and pages.is_latent:
+        gradients = tuple(role for role in gradients if role != "value")
     needs_grad = gradients if direction == "backward" else ()
     return Problem(direction, dtype, *dims, arch, asked, needs_grad)
 

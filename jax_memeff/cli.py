@@ -291,7 +291,7 @@ def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
     if options.all:
         raise ValueError("expected features of one problem, or --all for every kernel, not both")
     problems = dict.fromkeys((_problem(options, arch, "forward", sums_gradients=False),))
-    if not (options.page_size or options.keys):  # these have no backward kernels
+    if not options.page_size and (options.latent or not options.keys):
         for sums in (False, True):
             problems[_problem(options, arch, "backward", sums_gradients=sums)] = None
     found = dict.fromkeys(spec for problem in problems for spec in select.select_all(problem))

@@ -120,8 +120,8 @@ def together() -> dict[str, Any]:
 
 
 def read_as_pages(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What lists of keys turn a forward into: packed sequences in pages of one key, without the
-    masks, which are applied to the lists.
+    """What lists of keys turn a call into: packed sequences in pages of one key, without the masks,
+    which are applied to the lists.
     """
     pages = asked.get(PAGES.name, PAGES.off)._replace(size=1)
     masks = (MASK, LENGTHS, SEGMENTS, BOOLEAN)

@@ -126,7 +126,7 @@ class Lengths(Feature[bool, None]):
 
 
 class Keys(Feature[bool, None]):
-    """A list of keys for each query row. A forward reads lists as pages of one key."""
+    """A list of keys for each query row. Kernels read lists as pages of one key."""
 
     name, title = "keys", "lists of keys"
     off, together = False, False
@@ -149,12 +149,9 @@ class Keys(Feature[bool, None]):
         return None
 
     def family_reasons(self, problem: ProblemLike) -> list[str]:
-        if not problem[self] or problem.direction == "forward":
+        if not problem[self] or problem.direction != "tangent":
             return []
-        return [
-            f"lists of keys (Mask.keys) have no {problem.direction} kernel yet: it is computed in "
-            "plain JAX"
-        ]
+        return ["tangents of lists of keys (Mask.keys) are computed in plain JAX"]
 
     def asked_by(self, call: Any) -> bool:
         return "keys" in call.mask_kinds

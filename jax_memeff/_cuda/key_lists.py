@@ -14,7 +14,6 @@ positions has no kernel.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,15 @@ from jax import lax
 
 from jax_memeff._blockwise.functions import Coordinates, holds
 from jax_memeff._call import sinks
-from jax_memeff._call.divisors import broadcastable, expanded, of_booleans, with_values
+from jax_memeff._call.divisors import (
+    broadcastable,
+    expanded,
+    of_booleans,
+    whole,
+    with_values,
+    without_divisors,
+)
+from jax_memeff._call.gradients import NeedsGrad
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.tiles import listed_elements
 from jax_memeff._call.offsets import Position
@@ -33,9 +40,13 @@ from jax_memeff._call.sequences import INVARIANT_COLUMNS, Pages, Sequences, sequ
 from jax_memeff.errors import UnsupportedError
 
 
-def have_backward(avals: Sequence[Any], *, tree: Any, **_: Any) -> bool:
-    """Whether kernels compute the backward of a call. There is none for lists yet."""
-    return not jax.tree.unflatten(tree, avals)[0].mask.key_lists
+def gradients_in_pages(needs_grad: NeedsGrad | None) -> NeedsGrad | None:
+    """The gradients that kernels compute in the call that :func:`in_pages` returns. XLA computes
+    that of the sinks.
+    """
+    if needs_grad is None:
+        return None
+    return NeedsGrad(needs_grad.query, needs_grad.key, needs_grad.value, bias=False)
 
 
 def options_in_pages(options: Options) -> Options:
@@ -44,7 +55,10 @@ def options_in_pages(options: Options) -> Options:
 
 
 def in_pages(
-    given: Operands | QkvPackedOperands, options: Options, copies_values: bool
+    given: Operands | QkvPackedOperands,
+    options: Options,
+    copies_values: bool,
+    is_backward: bool = False,
 ) -> Operands:
     """The call with pages that computes a call with lists.
 
@@ -56,12 +70,17 @@ def in_pages(
         options: those of the call with lists.
         copies_values: whether values that are columns of the keys are copied to a pool of their
             own, for kernels that need one.
+        is_backward: whether the keys need a gradient for each batch index. The sinks are then left
+            out, because the logsumexp contains them.
     """
     latent_dim = options.latent_dim
     if copies_values or latent_dim is None:
         given, options = with_values(given, options)
         latent_dim = None
     assert isinstance(given, Operands)
+    if is_backward:
+        given = whole(given._replace(sinks=None), options)
+        options = without_divisors(options)
     tokens = _Tokens.of(given)
     lists = _lists_of_tokens(given, options)
     _, heads, count = lists.shape

@@ -18,12 +18,19 @@ from jax.interpreters import mlir
 
 from jax_memeff._blockwise import derivatives as blockwise
 from jax_memeff._call import sinks
-from jax_memeff._call.gradients import NeedsGrad, gradients_needed, named_arrays, needs_grad_of
+from jax_memeff._call.gradients import (
+    NeedsGrad,
+    array_of,
+    gradients_needed,
+    named_arrays,
+    needs_grad_of,
+)
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import (
     buffers,
     fixed_point_sums,
     functions,
+    key_lists,
     paged_calls,
     selection,
 )
@@ -43,7 +50,7 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
 
 def _lower_lists(ctx: mlir.LoweringRuleContext, *values: Any, types: Any, options: Options):
     """A call with lists of keys, as one with pages."""
-    convert, paged, paged_options = selection.in_pages(types, options)
+    convert, paged, paged_options = selection.in_pages(types, options, None)
     structure = jax.tree.structure(types)
 
     def leaves_in_pages(*leaves: jax.Array) -> list[jax.Array]:
@@ -138,6 +145,10 @@ def lower_backward(
 ):
     """Lowering rule of ``attention_bwd`` on CUDA."""
     types = jax.tree.unflatten(tree, ctx.avals_in)[0]
+    if types.mask.key_lists:
+        return _lower_gradients_of_lists(
+            ctx, *leaves, tree=tree, options=options, needs_grad=needs_grad
+        )
     names = gradients_needed(types, needs_grad)
     avals = dict(zip(names, ctx.avals_out, strict=True))
     summed = functions.gradients_in_kernels(buffers.separate(types), options, needs_grad)
@@ -158,6 +169,54 @@ def lower_backward(
             results = lower(context, *leaves, tree=tree, options=options, needs_grad=part)
             found |= dict(zip(own, results, strict=True))
     return [found[name] for name in names]
+
+
+def _lower_gradients_of_lists(
+    ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, options: Options, needs_grad: NeedsGrad
+):
+    """The gradients of a call with lists of keys, from kernels for the call with pages."""
+    types = jax.tree.unflatten(tree, ctx.avals_in)[0]
+    convert, paged, paged_options = selection.in_pages(types, options, needs_grad)
+    rows = paged.query.shape[:3]
+
+    def in_pages(*leaves: jax.Array) -> Any:
+        operands, *of_rows = jax.tree.unflatten(tree, leaves)
+        # [B, T, N, ...] has its elements in the order of [1, B * T * lists, heads of a list, ...].
+        of_rows = [None if x is None else x.reshape(*rows, *x.shape[3:]) for x in of_rows]
+        return convert(operands), *of_rows
+
+    avals, structure = jax.tree.flatten(jax.eval_shape(in_pages, *ctx.avals_in))
+    avals = [ShapedArray(aval.shape, aval.dtype) for aval in avals]
+    lower = mlir.lower_fun(lambda *x: jax.tree.leaves(in_pages(*x)), multiple_results=True)
+    own = key_lists.gradients_in_pages(needs_grad)
+    assert own is not None
+    own_names = gradients_needed(paged, own)
+    own_types = [array_of(paged, name) for name in own_names]
+    context = ctx.replace(
+        avals_in=avals, avals_out=[ShapedArray(x.shape, x.dtype) for x in own_types]
+    )
+    found = _lower_kernels(
+        context,
+        *lower(ctx.replace(avals_out=avals), *leaves),
+        tree=structure,
+        options=paged_options,
+        needs_grad=own,
+    )
+    names = gradients_needed(types, needs_grad)
+    shapes = [aval.shape for aval in ctx.avals_out]
+
+    def finished(leaves: Sequence[jax.Array], found: Sequence[jax.Array]) -> list[jax.Array]:
+        operands, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
+        gradients = dict(zip(own_names, found, strict=True))
+        if "sinks" in names:
+            delta = sinks.delta(out, dout, dlse)
+            gradients["sinks"] = sinks.gradient(operands, options, lse, delta)
+        return [gradients[name].reshape(x) for name, x in zip(names, shapes, strict=True)]
+
+    count = len(leaves)
+    lower = mlir.lower_fun(lambda *x: finished(x[:count], x[count:]), multiple_results=True)
+    context = ctx.replace(avals_in=[*ctx.avals_in, *context.avals_out])
+    return lower(context, *leaves, *found)
 
 
 def _lower_captured_gradients(ctx: mlir.LoweringRuleContext, *leaves: Any, **static: Any):

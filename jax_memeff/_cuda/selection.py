@@ -33,8 +33,9 @@ def kernels(
     is_tangent: bool = False,
 ) -> dict[str, KernelSpec]:
     """The kernel for each architecture, by default for those that the program may run on."""
-    if avals.mask.key_lists and needs_grad is None:
-        _, avals, options = in_pages(avals, options, archs)
+    if avals.mask.key_lists and not is_tangent:
+        _, avals, options = in_pages(avals, options, needs_grad, archs)
+        needs_grad = key_lists.gradients_in_pages(needs_grad)
     _require_static(avals)
     _require_lengths(avals)
     call = KernelCall(avals, options, needs_grad, is_tangent)
@@ -42,10 +43,10 @@ def kernels(
 
 
 def in_pages(
-    types: Any, options: Options, archs: Sequence[str] = ()
+    types: Any, options: Options, needs_grad: NeedsGrad | None, archs: Sequence[str] = ()
 ) -> tuple[Callable[[Any], Operands], Operands, Options]:
-    """How a forward with lists of keys becomes one with pages: the function of its operands, and
-    the types of operands and the options of the call with pages.
+    """How a call with lists of keys becomes one with pages: the function of its operands, and the
+    types of operands and the options of the call with pages.
 
     Raises:
         UnsupportedError: kernels would need the positions of keys.
@@ -56,12 +57,15 @@ def in_pages(
 
     def converted(copies_values: bool) -> tuple[Callable[[Any], Operands], Operands]:
         convert = functools.partial(
-            key_lists.in_pages, options=options, copies_values=copies_values
+            key_lists.in_pages,
+            options=options,
+            copies_values=copies_values,
+            is_backward=needs_grad is not None,
         )
         return convert, jax.eval_shape(convert, types)
 
     convert, paged = converted(copies_values=False)
-    if options.latent_dim is not None:
+    if options.latent_dim is not None and needs_grad is None:
         try:
             kernels(paged, own_options, None, archs)
         except UnsupportedError:
@@ -88,11 +92,34 @@ def kernels_of_primitive(
         UnsupportedError: as the lowering would.
     """
     operands = jax.tree.unflatten(tree, avals)
-    if needs_grad is not None and not key_lists.have_backward(avals, tree=tree):
+    if needs_grad is not None and not have_backward(
+        avals, tree=tree, options=options, needs_grad=needs_grad, archs=archs
+    ):
         return []
     types = buffers.separate(operands if needs_grad is None else operands[0])
     parts = paged_calls.parts_of(types)
     return [kernels(part.types, options, needs_grad, archs) for part in parts]
+
+
+def have_backward(
+    avals: Sequence[Any],
+    *,
+    tree: Any,
+    options: Options,
+    needs_grad: NeedsGrad,
+    archs: Sequence[str] = (),
+) -> bool:
+    """Whether kernels compute the backward of a primitive with these types and parameters. Only
+    that of a call with lists of keys may be in plain JAX.
+    """
+    types = jax.tree.unflatten(tree, avals)[0]
+    if not types.mask.key_lists:
+        return True
+    try:
+        kernels(types, options, needs_grad, archs)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def digest(

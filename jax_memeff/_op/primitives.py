@@ -193,9 +193,9 @@ def _cuda_forward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) 
 
 
 def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
-    from jax_memeff._cuda import key_lists, lowering
+    from jax_memeff._cuda import lowering, selection
 
-    if not key_lists.have_backward(ctx.avals_in, **params):
+    if not selection.have_backward(ctx.avals_in, **params):
         params["options"] = _with_gpu_tiles(params["options"])
         return mlir.lower_fun(_blockwise_backward, multiple_results=True)(ctx, *operands, **params)
     return lowering.lower_backward(ctx, *operands, **params)

@@ -186,7 +186,10 @@ def test_explain_takes_lists_of_keys_as_pages_of_one_key(capsys):
     status, out = run(capsys, *base, "--keys", "--causal")
     assert not status and "fmha_fwd_bf16_d128_128x128_varlen_pages1_sm90" in out
     status, out = run(capsys, *base, "--keys", "--direction", "backward")
-    assert status and "no backward kernel yet: it is computed in plain JAX" in out
+    assert status and "otherwise it is computed in plain JAX" in out
+    latent = "--keys", "--latent", "--value-dim", "512", "--direction", "backward"
+    status, out = run(capsys, *base[:4], "576", *base[5:], *latent)
+    assert not status and "_latent_varlen_pages1_" in out
 
 
 def test_explain_draws_the_tiles(capsys, tmp_path, monkeypatch):

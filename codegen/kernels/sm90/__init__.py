@@ -9,6 +9,7 @@ from jax_memeff.codegen.kernels.sm90.forward import FmhaFwdSm90
 from jax_memeff.codegen.kernels.sm90.large_dim_backward import FmhaBwdLargeDimSm90
 from jax_memeff.codegen.kernels.sm90.large_dim_forward import FmhaFwdLargeDimSm90
 from jax_memeff.codegen.kernels.sm90.latent import FmhaFwdLatentSm90
+from jax_memeff.codegen.kernels.sm90.latent_backward import FmhaBwdLatentSm90
 from jax_memeff.codegen.kernels.sm90.tangent import FmhaTangentSm90
 from jax_memeff.codegen.kernels.sm90.two_kernel_backward import FmhaBwdTwoKernelSm90
 from jax_memeff.codegen.spec import Kernel
@@ -21,6 +22,7 @@ KERNELS: tuple[Kernel, ...] = (
     FmhaBwdSm90(),  # up to 128
     FmhaBwdTwoKernelSm90(),  # 129 to 256
     FmhaBwdF16x3Sm90(),  # float32
+    FmhaBwdLatentSm90(),  # lists of keys whose values are columns of the keys
     FmhaBwdLargeDimSm90(),  # from 257 on
     FmhaTangentSm90(),
 )

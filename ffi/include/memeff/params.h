@@ -197,6 +197,8 @@ struct BackwardParams {
   float* query_gradient_sum;        // [tiles, query tile, padded head dim], in fragment order
   int* query_gradient_states;       // [tiles], see common/dq_sums.cuh
   float* key_gradient_sum;          // split-Q: see schedule/split_q.cuh
+                                    // latent calls: see KeyGradientSums of
+                                    // codegen/kernels/sm90/latent_backward.cuh;
                                     // large head dims: [B, K, padded S, padded H] and
   float* value_gradient_sum;        // [B, K, padded S, padded Hv]
   ScoreView bias_gradient;
