@@ -103,22 +103,25 @@ def test_packed_and_paged_calls(fake_compiler):
 
 
 @pytest.mark.quick
-def test_a_backward_is_plain_jax(fake_compiler):
+def test_a_backward_is_a_kernel_or_plain_jax(fake_compiler, monkeypatch):
     def loss(query, key, lists):
         return latent_call(query, key, lists).astype(jnp.float32).sum()
 
     gradient = jax.grad(loss, (0, 1))
 
     given = latent(16)
-    text = lower(gradient, *given)
-    (call,) = attention_calls(text)
-    assert "@jax_memeff_forward" in call
-    # A tile has whole lists of several rows: keys and values, 2 * 64 * (576 + 512) numbers each.
-    assert "2x1x40x64x576" in text
+    _, backward = attention_calls(lower(gradient, *given))
+    assert "@jax_memeff_backward" in backward
     specs = [spec for spec, _ in of_program(gradient, given, ["sm_90a"])]
-    assert [spec.kernel.stem for spec in specs] == ["sm90/latent"]
+    assert [spec.kernel.stem for spec in specs] == ["sm90/latent", "sm90/latent_backward"]
+    # A tile has whole lists of several rows: keys and values, 2 * 64 * (576 + 512) numbers each.
+    tile = "2x1x40x64x576"
     plain = lower(lambda *x: latent_call(*x, implementation="xla"), *given)
-    assert not attention_calls(plain) and "2x1x40x64x576" in plain
+    assert not attention_calls(plain) and tile in plain
+    monkeypatch.setenv("JAX_MEMEFF_ARCHS", "sm_80")
+    text = lower(jax.grad(lambda *x: loss(*x), (0, 1)), *given)
+    (forward,) = attention_calls(text)
+    assert "@jax_memeff_forward" in forward and tile in text
 
 
 def test_values_are_copied_without_a_latent_kernel(fake_compiler, monkeypatch):
