@@ -148,15 +148,10 @@ def measure_direction(
     records: dict[str, dict[str, Any]] = {}
     for peer in peers:
         outcome = outcomes[peer.name]
+        records[peer.name] = outcome.record()
         if isinstance(outcome, Failure):
-            records[peer.name] = {"error": outcome.reason}
             continue
-        records[peer.name] = {
-            "seconds": outcome.seconds,
-            "spread": outcome.spread,
-            "samples": outcome.samples,
-            "calls_per_launch": outcome.calls,
-            "launches_per_batch": outcome.launches,
+        records[peer.name] |= {
             "tflops": cell.flops(backward) / outcome.seconds / 1e12,
             "bytes_per_second": cell.key_value_bytes / outcome.seconds,
             "ratio_to_best": best / outcome.seconds if best else None,

@@ -130,19 +130,12 @@ def measure_step(
     records: dict[str, dict[str, Any]] = {}
     for name in step.calls:
         outcome = outcomes[name]
+        records[name] = outcome.record()
         if isinstance(outcome, Failure):
-            records[name] = {"error": outcome.reason}
             continue
         call = CALLS.get(name)
         size = call.key_value_bytes(step) if call else step.key_value_bytes
-        records[name] = {
-            "seconds": outcome.seconds,
-            "spread": outcome.spread,
-            "samples": outcome.samples,
-            "calls_per_launch": outcome.calls,
-            "launches_per_batch": outcome.launches,
-            "bytes_per_second": size / outcome.seconds,
-        }
+        records[name]["bytes_per_second"] = size / outcome.seconds
         if call is None or call.is_whole:
             records[name]["tflops"] = step.flops / outcome.seconds / 1e12
         if _is_jax(name):

@@ -20,6 +20,7 @@ _DISTRIBUTIONS = (
     "jax-cuda13-plugin",
     "torch",
     "flash-attn-4",
+    "sgl-flash-mla",
     "nvidia-cudnn-cu13",
     "nvidia-cuda-nvrtc",
     "nvidia-cutlass",

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 MIN_LAUNCHES = 2
 MAX_LAUNCHES = 2000
@@ -51,12 +51,26 @@ class Timing:
         """(slowest batch - fastest batch) / median."""
         return (max(self.samples) - min(self.samples)) / self.seconds
 
+    def record(self) -> dict[str, Any]:
+        """The entry of a result file, without what depends on the problem."""
+        return {
+            "seconds": self.seconds,
+            "spread": self.spread,
+            "samples": self.samples,
+            "calls_per_launch": self.calls,
+            "launches_per_batch": self.launches,
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """Why a peer has no figure."""
 
     reason: str
+
+    def record(self) -> dict[str, Any]:
+        """The entry of a result file."""
+        return {"error": self.reason}
 
 
 _TOO_SHORT = Failure("its batches take no more time than one launch: lengthen them")

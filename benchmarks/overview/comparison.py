@@ -23,6 +23,7 @@ TITLES = {
     "features": "bias, dropout, both",
     "pairs": "bias of pair representations",
     "masks": "segment ids, boolean masks",
+    "lists": "lists of keys",
     "functions": "functions of scores and masks",
     "decode": "few queries, long keys",
     "steps": "decode steps of a server",
@@ -32,8 +33,10 @@ TITLES = {
 """Groups of cells in the order of the tables. Other groups, such as the gallery, have no peers."""
 
 DENSE = ("main", "small", "gqa", "varlen", "dims", "large_dims", "float32")
-FEATURES = ("window", "softcap", "features", "pairs", "masks", "functions")
+FEATURES = ("window", "softcap", "features", "pairs", "masks", "lists", "functions")
 SERVING = ("decode", "steps", "prompts")
+RATES = ("lists",)
+"""Groups whose tables have rates, because one cell is compared with another."""
 ARCHITECTURES = ("hopper", "sm80", "cpu")
 
 
@@ -47,6 +50,8 @@ class Result:
     """Our time; None if our call failed."""
     peers: Mapping[str, float]
     """The times of the peers that have one, by label."""
+    flops: float | None = None
+    """The counted operations, if tables have rates; None if they have times."""
 
     @property
     def peer(self) -> str:
@@ -149,8 +154,9 @@ def _results(cell: dict[str, Any], own: str, others: dict[str, str]) -> Iterator
         records = cell["results"].get(direction, {})
         seconds = {peer: record.get("seconds") for peer, record in records.items()}
         peers = {label: seconds[peer] for peer, label in others.items() if seconds.get(peer)}
+        flops = cell["flops"].get(direction) if cell["group"] in RATES else None
         if own in seconds:
-            yield Result(cell["name"], direction, seconds[own], peers)
+            yield Result(cell["name"], direction, seconds[own], peers, flops)
 
 
 def _joined(first: Group, second: Group) -> Group:

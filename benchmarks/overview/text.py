@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from reporting.markdown_table import table
 from reporting.results import DIRECTIONS, time
 
-from overview.comparison import DENSE, FEATURES, Group, Result, mean
+from overview.comparison import DENSE, FEATURES, RATES, Group, Result, mean
 
 EXTRACT = {
     "H200": (
@@ -106,7 +106,7 @@ def section(group: Group) -> str:
         [name, *(figure for d in directions for figure in _figures(found.get(d), is_named))]
         for name, found in cells.items()
     ]
-    header = [group.title]
+    header = [f"{group.title}, TFLOP/s" if group.name in RATES else group.title]
     for direction in directions:
         peer = "fastest peer" if is_named or not fastest else min(fastest)
         header += [f"{DIRECTIONS[direction]}: ours", peer, "ratio"]
@@ -143,11 +143,19 @@ def extract(groups: Sequence[Group]) -> str:
 def _figures(result: Result | None, is_named: bool) -> list[str]:
     if result is None:
         return ["", "", ""]
-    own = "failed" if result.seconds is None else time(result.seconds)
+    own = "failed" if result.seconds is None else _figure(result, result.seconds)
     if not result.peers:
         return [own, "none", ""]
     peer = f" {result.peer}" if is_named else ""
-    return [own, f"{time(result.peers[result.peer])}{peer}", ratio(result)]
+    return [own, f"{_figure(result, result.peers[result.peer])}{peer}", ratio(result)]
+
+
+def _figure(result: Result, seconds: float) -> str:
+    """
+    >>> _figure(Result("", "forward", 1e-3, {}, flops=6.25e11), 1e-3)
+    '625'
+    """
+    return time(seconds) if result.flops is None else f"{result.flops / seconds / 1e12:.3g}"
 
 
 def ratio(result: Result) -> str:

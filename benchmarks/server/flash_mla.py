@@ -1,4 +1,4 @@
-"""FlashMLA, the peer of the latent steps. It reads the same pages as our calls."""
+"""FlashMLA, the peer of latent attention. It reads the same pages and lists as our calls."""
 
 from __future__ import annotations
 
@@ -38,3 +38,27 @@ def program(step: Step, pages: Pages, calls: int) -> TorchProgram:
 
     # It may load the page of an entry beyond a sequence's last one.
     return TorchProgram(attention, (query, pool, table.clamp(min=0), lengths), calls)
+
+
+def sparse_prefill(query: jax.Array, key: jax.Array, lists: jax.Array, calls: int) -> TorchProgram:
+    """``calls`` calls for queries that have lists of keys, whose first 512 columns are the values.
+
+    Args:
+        query: ``bfloat16[1, T, N, 576]``, where N is 64 or 128.
+        key: ``bfloat16[1, S, 1, 576]``.
+        lists: ``int32[1, 1, T, n]``, the keys of each query.
+        calls: the number of calls in the graph.
+
+    Raises ``ImportError`` without PyTorch or FlashMLA.
+    """
+    torch: Any = importlib.import_module("torch")
+    flash_mla: Any = importlib.import_module("flash_mla")
+    arrays = jax.block_until_ready((query[0], key[0], lists[0].swapaxes(0, 1)))
+
+    def attention(operands: tuple[Any, ...]) -> tuple[Any]:
+        # As above, the kernel for Hopper is a legacy one.
+        scale = query.shape[-1] ** -0.5
+        out, *_ = flash_mla.flash_mla_sparse_fwd(*operands, scale, use_legacy=True)
+        return (out[None].transpose(1, 2),)
+
+    return TorchProgram(attention, tuple(map(torch.from_dlpack, arrays)), calls)

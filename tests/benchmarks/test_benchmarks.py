@@ -1,5 +1,6 @@
 """The benchmark harness on the CPU."""
 
+import argparse
 import dataclasses
 import doctest
 import importlib
@@ -32,6 +33,8 @@ __all__ = ["document", "modules"]
         "programs.jax_programs",
         "reporting.markdown_table",
         "overview.comparison",
+        "overview.text",
+        "programs.list_cells",
         "programs.peers",
         "precision",
         "reporting.precision_table",
@@ -82,22 +85,23 @@ def test_dispatch_is_timed_for_both_directions(document):
         assert all(row["us"] > 0 for row in rows[direction].values())
 
 
+def _document(folder, script, *options, **variables):
+    """What a command writes on the CPU."""
+    path = folder / "results.json"
+    command = [sys.executable, str(BENCHMARKS / script), "--implementation", "xla"]
+    command += ["--rounds", "3", *options, "--output", str(path)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(path.read_text())
+
+
 @pytest.mark.rotating(3)
 def test_the_ring_is_compared_with_the_share_of_a_device(modules, tmp_path):
-    path = tmp_path / "ring.json"
-    command = [sys.executable, str(BENCHMARKS / "ring.py"), "--devices", "2", "--tokens", "64"]
-    command += ["--heads", "4", "--key-heads", "2", "--head-dim", "8", "--dtype", "float32"]
-    command += ["--implementation", "xla", "--rounds", "9", "--batch-ms", "1"]
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    result = subprocess.run(
-        [*command, "--output", str(path)], env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    document = json.loads(path.read_text())
+    options = ["--devices", "2", "--tokens", "64", "--heads", "4", "--key-heads", "2"]
+    options += ["--head-dim", "8", "--dtype", "float32", "--rounds", "9", "--batch-ms", "1"]
+    flags = "--xla_force_host_platform_device_count=2"
+    document = _document(tmp_path, "ring.py", *options, XLA_FLAGS=flags)
     assert document["ring"]["devices"] == 2 and document["ring"]["heads"] == 4
     # Two of the four heads, with 4 H operations for each pair of query and key, half of them
     # masked.
@@ -120,6 +124,7 @@ def test_the_ring_is_compared_with_the_share_of_a_device(modules, tmp_path):
 
 @pytest.mark.rotating(3)
 def test_the_steps_of_a_server_are_timed(modules, tmp_path):
+<<<<<<< HEAD
     path = tmp_path / "paged.json"
     command = [sys.executable, str(BENCHMARKS / "paged.py"), "--steps", "tiny"]
     command += ["--implementation", "xla", "--rounds", "3", "--batch-ms", "2"]
@@ -129,6 +134,9 @@ def test_the_steps_of_a_server_are_timed(modules, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     document = json.loads(path.read_text())
+=======
+    document = _document(tmp_path, "paged.py", "--steps", "tiny", "--batch-ms", "20")
+>>>>>>> 2cbef4cc (Benchmarks compare lists of keys with FlashMLA's sparse prefill, so the table of features can say where the peer is faster.)
     assert [step["group"] for step in document["steps"]] == [
         "decode",
         "prompts",
@@ -167,6 +175,69 @@ def test_steps_and_their_calls(modules):
         calls["tree"].arrays(ragged, None)
     assert calls["steps"].sequences(ragged) == range(128)
     assert calls["prompts"].rows(ragged) == slice(128, 128 + 4 * 2048)
+
+
+def test_lists_of_keys_are_timed(modules, tmp_path):
+    document = _document(tmp_path, "lists.py", "--cells", "tiny", "--batch-ms", "20")
+    latent, grouped, dense = document["cells"]
+    # 8 queries and 4 heads; the backward has five products.
+    pairs = 8 * 4 * 16
+    flops = {"forward": 2 * pairs * (32 + 16), "forward_backward": 2 * pairs * (4 * 32 + 3 * 16)}
+    assert latent["flops"] == flops
+    assert dense["flops"] == {"forward": 4 * grouped["flops"]["forward"]}
+    for cell in document["cells"]:
+        for direction, records in cell["results"].items():
+            own = records.pop("memeff_xla")
+            assert own["tflops"] * own["seconds"] == pytest.approx(cell["flops"][direction] / 1e12)
+            is_compared = cell is latent and direction == "forward"
+            assert list(records) == (["flash_mla"] if is_compared else [])
+            assert all("error" in record for record in records.values())
+            records["memeff_xla"] = {**own, "seconds": 1e-6}
+
+    # As if on a GPU, where the peer is twice as fast.
+    latent["results"]["forward"]["flash_mla"] = {"seconds": 5e-7, "difference": 1e-3}
+    document["device"] = {"name": "NVIDIA H200", "platform": "gpu"}
+    file = tmp_path / "h200.json"
+    file.write_text(json.dumps(document))
+    report, read = modules("report"), modules("reporting.results").read(file)
+    groups = modules("overview").groups([read])
+    page = report._page("features", groups, [read])
+    header = "|lists of keys, TFLOP/s|forward: ours|FlashMLA|ratio|forward + backward: ours|"
+    means = "Mean ratios (cells): FlashMLA 0.50 (1) and none."
+    assert f"\n## H200: lists of keys\n\n{means}\n\n{header}" in page
+    assert f"|{latent['name']}|0.0492|0.0983|**0.50**|0.18|none||\n" in page
+    assert f"|{grouped['name']}|0.0328|none|||||\n|{dense['name']}|0.131|none|||||\n" in page
+    losses = report._page("losses", groups, [read])
+    assert "## H200: 1 of 1 figures\n" in losses
+    assert f"|{latent['name']}|forward|0.50|FlashMLA|" in losses
+
+
+@pytest.mark.parametrize("factor, is_right", [(1, True), (1.1, False)])
+def test_calls_with_other_outputs_than_the_peer_have_no_figure(
+    factor, is_right, modules, monkeypatch
+):
+    lists = modules("lists")
+    (cell,) = modules("programs.list_cells").SETS["tiny"][0]
+    inputs = cell.inputs(cell.lists())
+    assert all(len(np.unique(row)) == 16 for row in cell.lists()[0, 0])
+
+    def peer(query, key, found, calls):
+        assert (query.shape, key.shape, found.shape) == (
+            (1, 8, 4, 32),
+            (1, 64, 1, 32),
+            (1, 1, 8, 16),
+        )
+        return lists.program("memeff_xla", cell, inputs._replace(query=factor * query), False)
+
+    monkeypatch.setattr(lists.flash_mla, "sparse_prefill", peer)
+    options = argparse.Namespace(implementation="xla", rounds=3, batch_ms=20)
+    records = lists.measure_direction({cell: inputs}, "forward", options)[cell]
+    assert list(records) == ["memeff_xla", "flash_mla"]
+    if is_right:
+        assert records["flash_mla"]["difference"] == 0
+        assert all(record["seconds"] > 0 for record in records.values())
+    else:
+        assert all("outputs differ by 0." in record["error"] for record in records.values())
 
 
 def test_launches_are_padded_to_the_residency_of_another_gpu(modules, monkeypatch):
