@@ -124,19 +124,7 @@ def test_the_ring_is_compared_with_the_share_of_a_device(modules, tmp_path):
 
 @pytest.mark.rotating(3)
 def test_the_steps_of_a_server_are_timed(modules, tmp_path):
-<<<<<<< HEAD
-    path = tmp_path / "paged.json"
-    command = [sys.executable, str(BENCHMARKS / "paged.py"), "--steps", "tiny"]
-    command += ["--implementation", "xla", "--rounds", "3", "--batch-ms", "2"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [*command, "--output", str(path)], env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    document = json.loads(path.read_text())
-=======
-    document = _document(tmp_path, "paged.py", "--steps", "tiny", "--batch-ms", "20")
->>>>>>> 2cbef4cc (Benchmarks compare lists of keys with FlashMLA's sparse prefill, so the table of features can say where the peer is faster.)
+    document = _document(tmp_path, "paged.py", "--steps", "tiny", "--batch-ms", "2")
     assert [step["group"] for step in document["steps"]] == [
         "decode",
         "prompts",
