@@ -7,7 +7,7 @@ tangent`` lists the reasons against each kernel.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -141,14 +141,22 @@ def _lower_forward(
 
 
 def lower_backward(
-    ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, options: Options, needs_grad: NeedsGrad
+    ctx: mlir.LoweringRuleContext,
+    *leaves: Any,
+    tree: Any,
+    options: Options,
+    needs_grad: NeedsGrad,
+    in_jax: Callable[..., Sequence[jax.Array]],
 ):
-    """Lowering rule of ``attention_bwd`` on CUDA."""
+    """Lowering rule of ``attention_bwd`` on CUDA. ``in_jax`` is the same function of the leaves in
+    plain JAX, for lists of keys without a kernel.
+    """
     types = jax.tree.unflatten(tree, ctx.avals_in)[0]
     if types.mask.key_lists:
-        return _lower_gradients_of_lists(
-            ctx, *leaves, tree=tree, options=options, needs_grad=needs_grad
-        )
+        static: Any = {"tree": tree, "options": options, "needs_grad": needs_grad}
+        if selection.have_backward(ctx.avals_in, **static):
+            return _lower_gradients_of_lists(ctx, *leaves, **static)
+        return mlir.lower_fun(in_jax, multiple_results=True)(ctx, *leaves)
     names = gradients_needed(types, needs_grad)
     avals = dict(zip(names, ctx.avals_out, strict=True))
     summed = functions.gradients_in_kernels(buffers.separate(types), options, needs_grad)

@@ -193,12 +193,13 @@ def _cuda_forward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) 
 
 
 def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
-    from jax_memeff._cuda import lowering, selection
+    from jax_memeff._cuda import lowering
 
-    if not selection.have_backward(ctx.avals_in, **params):
-        params["options"] = _with_gpu_tiles(params["options"])
-        return mlir.lower_fun(_blockwise_backward, multiple_results=True)(ctx, *operands, **params)
-    return lowering.lower_backward(ctx, *operands, **params)
+    def in_jax(*leaves: jax.Array) -> Sequence[jax.Array]:
+        own = {**params, "options": _with_gpu_tiles(params["options"])}
+        return _blockwise_backward(*leaves, **own)
+
+    return lowering.lower_backward(ctx, *operands, in_jax=in_jax, **params)
 
 
 def _cuda_tangent(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
