@@ -777,35 +777,17 @@ struct LatentConsumerSm90 {
     int const lane = int(threadIdx.x) % kWarpSize;
     at.leader = lane == 0;
     at.releases = lane >= sharers ? -1 : sharers == 1 ? cluster_rank() : lane;
-    if constexpr (kKeySegments) {
-      while (true) {
-        control.work.wait(at.slot);
-        KeyPart const part = control.parts[at.slot.index];
-        if (part.batch < 0) break;
-        compute(params, control, tiles, part, at);
-        release_part(control, at);
-      }
-    } else {
-      KeyPart part = start_part(params, control, tiles, at);
-      while (part.batch >= 0) part = compute(params, control, tiles, part, at);
+    while (true) {
+      control.work.wait(at.slot);
+      KeyPart const part = control.parts[at.slot.index];
+      if (part.batch < 0) break;
+      if constexpr (!kKeySegments) release_part(control, at);
+      compute(params, control, tiles, part, at);
+      if constexpr (kKeySegments) release_part(control, at);
     }
   }
 
  private:
-  // Takes the next part, and starts the copies of its queries.
-  CUTE_DEVICE static KeyPart start_part(ForwardParams const& params, Control& control,
-                                        uint32_t tiles, ConsumerState& at) {
-    control.work.wait(at.slot);
-    KeyPart const part = control.parts[at.slot.index];
-    release_part(control, at);
-    if (part.batch >= 0) {
-      int const query_length = Mask(params.mask, params.shape, part.batch).query_length;
-      Kernel::Queries::load(params, part, query_length, tiles);
-      commit_copies();
-    }
-    return part;
-  }
-
   // All lanes of a warp call it when they have read the part.
   CUTE_DEVICE static void release_part(Control& control, ConsumerState& at) {
     __syncwarp();
@@ -814,8 +796,7 @@ struct LatentConsumerSm90 {
   }
 
   // Computes a part: the KV blocks [begin, end) of a row tile, two at a time, one per consumer.
-  // Returns the next part; its queries arrive while this one's output is written.
-  CUTE_DEVICE static KeyPart compute(ForwardParams const& params, Control& control, uint32_t tiles,
+  CUTE_DEVICE static void compute(ForwardParams const& params, Control& control, uint32_t tiles,
                                   KeyPart const& part, ConsumerState& at) {
     Mask const mask(params.mask, params.shape, part.batch);
     auto output = OutGrid::make_accumulators();    // (4, 1, MMA_N)
@@ -823,10 +804,10 @@ struct LatentConsumerSm90 {
     cute::clear(output);
     Softmax softmax;
     if (!has_queries(part)) {
-      if constexpr (kKeySegments) {
-        Kernel::Queries::load(params, part, mask.query_length, tiles);
-        commit_copies();
-      }
+      // Hazard: the other consumer must have read the queries of the previous part. It has, because
+      // it has passed the barrier of add_row_sums().
+      Kernel::Queries::load(params, part, mask.query_length, tiles);
+      commit_copies();
       wait_copies<0>();
       fence_tma_store();
       named_barrier_sync(Kernel::kConsumerBarrier, Kernel::kConsumers);
@@ -849,7 +830,6 @@ struct LatentConsumerSm90 {
                           output);
     }
     if (block < end) add_other_values(control, tiles, at, softmax, output);
-    // Hazard: this barrier must come between the scores of a part and the next part's queries.
     Exchange::add_row_sums(control.row_sums[at.sums], at.warpgroup, Kernel::kConsumerBarrier,
                            softmax);
     at.sums ^= 1;  // hazard: the other consumer may still read these
@@ -859,12 +839,9 @@ struct LatentConsumerSm90 {
       int const query_length = Mask(params.mask, params.shape, own.batch).query_length;
       Kernel::Output::write(params, own, query_length, at.warpgroup,
                             at.warpgroup * Kernel::kColumns, softmax, output);
-      return part;
     } else {
-      KeyPart const next = start_part(params, control, tiles, at);
       Kernel::Output::write(params, part, mask.query_length, at.warpgroup,
                             at.warpgroup * Kernel::kColumns, softmax, output);
-      return next;
     }
   }
 
