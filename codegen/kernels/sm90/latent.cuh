@@ -261,7 +261,7 @@ CUTE_DEVICE KeyPart next_part(typename Kernel::Control& control,
 // Producer warps for small pages, whose rows they copy one by one.
 
 // The kernel calls produce_keys() with one warp per column group, in place of a thread of
-// LatentProducerSm90. The warps copy each panel together, in the order in which buffers are
+// LatentProducerSm90. The warps copy each column group together, in the order in which groups are
 // released. CTAs do not share keys, because only TMA writes to several of them.
 template <class Config, class Kernel>
 struct LatentGatherProducerSm90 {
