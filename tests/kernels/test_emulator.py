@@ -103,11 +103,7 @@ void read_what_tma_stores() {
 KERNEL(read_before_a_store_is_performed) { read_what_tma_stores<false>(); }
 KERNEL(no_mistake_in_a_read) { read_what_tma_stores<true>(); }
 
-template <bool kFence>
-void multiply() {
-  for (int i = int(threadIdx.x); i < 1024; i += 128) store_shared(shared() + 4 * i, 0);
-  if (kFence) fence_tma_store();
-  __syncthreads();
+void multiply_tile() {
   uint64_t const tile = 1ull << 62 | 64ull << 32 | 1ull << 16 | shared() / 16;  // 8 rows a KB
   auto c = cute::make_tensor<float>(cute::Shape<cute::_4>{});
   uint32_t const a[4] = {};
@@ -117,8 +113,32 @@ void multiply() {
   wait_products<0>();
 }
 
+template <bool kFence>
+void multiply() {
+  for (int i = int(threadIdx.x); i < 1024; i += 128) store_shared(shared() + 4 * i, 0);
+  if (kFence) fence_tma_store();
+  __syncthreads();
+  multiply_tile();
+}
+
 KERNEL(multiply_without_a_fence) { multiply<false>(); }
 KERNEL(no_mistake) { multiply<true>(); }
+
+template <bool kFence>
+void multiply_copied() {
+  alignas(16) static char source[16];
+  uint64_t& copied = *reinterpret_cast<uint64_t*>(dynamic_shared() + 2048);
+  if (threadIdx.x == 0) init_barrier(copied, 128);
+  __syncthreads();
+  if (threadIdx.x < 64) copy_async(shared() + 16 * threadIdx.x, source, true);
+  arrive_when_copied(copied);
+  wait_barrier(copied, 0);
+  if (kFence) fence_tma_store();
+  multiply_tile();
+}
+
+KERNEL(multiply_copied_without_a_fence) { multiply_copied<false>(); }
+KERNEL(no_mistake_in_a_copy) { multiply_copied<true>(); }
 
 #define CLUSTER_KERNEL(name) EMULATOR_CLUSTER(name, 2) KERNEL(name)
 
@@ -190,6 +210,7 @@ MISTAKES = {
     "leave_a_copy_behind": "block 0 ends while 1 TMA copies are in flight",
     "read_before_a_store_is_performed": "an old number",
     "multiply_without_a_fence": "wgmma reads byte .* wrote and did not fence",
+    "multiply_copied_without_a_fence": "wgmma reads byte .*, which was copied, without a fence",
 }
 
 
@@ -230,6 +251,7 @@ def test_blocks_of_a_cluster_run_together(machine):
 def test_another_kernel_runs_after_a_mistake(machine):
     machine.submit(launch, "no_mistake").result()
     machine.submit(launch, "no_mistake_in_a_read").result()
+    machine.submit(launch, "no_mistake_in_a_copy").result()
 
 
 def test_another_plan_compiles_no_kernel_again(tmp_path, monkeypatch):
