@@ -101,7 +101,7 @@ PACKED = Layout(
     (
         _tokens(_QUERY, "total_q N H"),
         _tokens(_KEY, "total_k K H"),
-        _tokens(_VALUE, "total_k K Hv"),
+        _tokens(_VALUE._replace(optional=True), "total_k K Hv"),
         ArrayArgument("cu_seqlens_q", "B+1", INTEGERS, why="one more than there are sequences"),
         ArrayArgument("cu_seqlens_k", "B+1", INTEGERS, why="the length of cu_seqlens_q"),
     ),

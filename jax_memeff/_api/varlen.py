@@ -11,9 +11,16 @@ import jax.numpy as jnp
 from jax import export
 from jax.typing import ArrayLike
 
-from jax_memeff._api.arguments import CommonArguments, in_full, max_seqlen, with_defaults
+from jax_memeff._api.arguments import (
+    CommonArguments,
+    in_full,
+    latent_dim,
+    max_seqlen,
+    with_defaults,
+)
 from jax_memeff._api.arrays import PACKED, checked
 from jax_memeff._api.call import AttentionCall, canonical
+from jax_memeff._call.divisors import with_values
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.expression import Frame, compiled
 from jax_memeff._call.operands import Operands
@@ -25,7 +32,7 @@ from jax_memeff._call.values import INT32_MAX, flag, is_host, takes_objects
 def varlen_attention(
     query: ArrayLike,
     key: ArrayLike,
-    value: ArrayLike,
+    value: ArrayLike | None,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     max_seqlen_q: int,
@@ -33,6 +40,7 @@ def varlen_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
+    value_dim: int | None = None,
     return_residual: Literal[False] = False,
     **arguments: Unpack[CommonArguments],
 ) -> jax.Array: ...
@@ -42,7 +50,7 @@ def varlen_attention(
 def varlen_attention(
     query: ArrayLike,
     key: ArrayLike,
-    value: ArrayLike,
+    value: ArrayLike | None,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     max_seqlen_q: int,
@@ -50,6 +58,7 @@ def varlen_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
+    value_dim: int | None = None,
     return_residual: Literal[True],
     **arguments: Unpack[CommonArguments],
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -59,7 +68,7 @@ def varlen_attention(
 def varlen_attention(
     query: ArrayLike,
     key: ArrayLike,
-    value: ArrayLike,
+    value: ArrayLike | None,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     max_seqlen_q: int,
@@ -67,6 +76,7 @@ def varlen_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
+    value_dim: int | None = None,
     return_residual: bool = False,
     return_max_logits: Literal[True],
     **arguments: Unpack[CommonArguments],
@@ -78,7 +88,7 @@ def varlen_attention(
 def varlen_attention(
     query: ArrayLike,
     key: ArrayLike,
-    value: ArrayLike,
+    value: ArrayLike | None,
     cu_seqlens_q: ArrayLike,
     cu_seqlens_k: ArrayLike,
     max_seqlen_q: int,
@@ -86,6 +96,7 @@ def varlen_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
+    value_dim: int | None = None,
     return_residual: bool = False,
     return_max_logits: bool = False,
     **arguments: Unpack[CommonArguments],
@@ -102,7 +113,8 @@ def varlen_attention(
     Args:
         query: ``[total_q, N, H]`` in float16, bfloat16, float32 or float64.
         key: ``[total_k, K, H]`` of query's dtype. N must be a multiple of K.
-        value: ``[total_k, K, Hv]`` of query's dtype.
+        value: ``[total_k, K, Hv]`` of query's dtype. None means that the values are the first
+            ``value_dim`` columns of the keys (latent attention).
         cu_seqlens_q: ``[B + 1]`` integers, which may be traced. Tokens before the first, after the
             last, and past the first ``max_seqlen_q`` of a sequence belong to no sequence: they have
             output 0, logsumexp -inf and gradients 0, and nothing in them, NaN included, affects a
@@ -115,7 +127,8 @@ def varlen_attention(
         bias: As in ``dot_product_attention``, but T is ``max_seqlen_q`` and S is ``max_seqlen_k``.
         mask: Likewise, with the same B, T and S; lengths of a ``Mask`` shorten the sequences, and
             segment ids are ``[total_q]`` and ``[total_k]``, lists of keys ``[total_q, K, n]``.
-        return_residual: As in ``dot_product_attention``.
+        value_dim: As in ``dot_product_attention``.
+        return_residual: Likewise.
         return_max_logits: Likewise, of each sequence.
         other arguments: Likewise. The rows and columns of ``offsets`` count within every sequence;
             an array ``[B]`` has one entry per sequence.
@@ -154,6 +167,7 @@ def varlen_attention(
         max_seqlen_k,
         bias,
         mask,
+        value_dim,
         **arguments,
     )
     return call.run(with_residual, with_max_logits)
@@ -169,6 +183,7 @@ def prepare(
     max_seqlen_k: Any,
     bias: Any,
     mask: Any,
+    value_dim: Any = None,
     **arguments: Unpack[CommonArguments],
 ) -> AttentionCall[Operands]:
     """Check the arguments of ``varlen_attention`` and convert them to canonical form.
@@ -185,6 +200,7 @@ def prepare(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
+    values_dim = latent_dim(value_dim, value is not None, sizes["H"], ("key", "value"))
     query, key, value, cu_seqlens_q, cu_seqlens_k = arrays.values()
     total_q, total_k = sizes["total_q"], sizes["total_k"]
     longest_q = max_seqlen("max_seqlen_q", max_seqlen_q)
@@ -208,7 +224,7 @@ def prepare(
     operands = Operands(
         query=query[None],
         key=key[None],
-        value=value[None],
+        value=None if value is None else value[None],
         mask=dataclasses.replace(combined, query_lengths=None, key_lengths=None),
         **others,
         sequences=Sequences(
@@ -220,6 +236,9 @@ def prepare(
             longest_k,
         ),
     )
+    options = dataclasses.replace(options, latent_dim=values_dim)
+    if not operands.mask.key_lists:
+        operands, options = with_values(operands, options)
     return AttentionCall(operands, options, batched=False)
 
 

@@ -318,15 +318,21 @@ def test_float16_bias_of_a_bfloat16_query():
     )
 
 
-@pytest.mark.parametrize("batched", [True, False])
-def test_latent_values_are_the_first_columns_of_the_keys(batched, assert_close):
-    query, key = (QUERY, KEY) if batched else (QUERY[0], KEY[0])
+@pytest.mark.parametrize("form", ["batched", "single", "packed"])
+def test_latent_values_are_the_first_columns_of_the_keys(form, assert_close):
+    query, key = (QUERY, KEY) if form == "batched" else (QUERY[0], KEY[0])
+
+    def call(query, key, value, **settings):
+        if form != "packed":
+            return attention(query, key, value, is_causal=True, **settings)
+        starts = np.array([0, 2, 5]), np.array([0, 3, 7]), 3, 4
+        return jax_memeff.varlen_attention(query, key, value, *starts, is_causal=True, **settings)
 
     def latent(query, key):
-        return attention(query, key, None, value_dim=5, is_causal=True)
+        return call(query, key, None, value_dim=5)
 
     def separate(query, key):
-        return attention(query, key, key[..., :5], is_causal=True)
+        return call(query, key, key[..., :5])
 
     (out, of_latent), (want, of_separate) = (
         jax.vjp(function, query, key) for function in (latent, separate)
@@ -376,6 +382,7 @@ def test_signatures_are_shown_in_full(name):
     keywords = {x.name: x.default for x in parameters.values() if x.kind is x.KEYWORD_ONLY}
     ring = {"axis_name": inspect.Parameter.empty, "layout": "contiguous", "method": "ring"}
     own = {"dot_product_attention": {"value_dim": None}, "ring_attention": ring}
+    own["varlen_attention"] = own["dot_product_attention"]
     expected = COMMON | ({} if name == "varlen_attention" else LENGTHS)
     assert keywords == expected | own.get(name, {})
     assert len(parameters) == len(positional) + len(keywords)

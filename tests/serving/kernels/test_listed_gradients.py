@@ -19,11 +19,12 @@ from jax_memeff import Mask
 TOLERANCES = {"bfloat16": 6e-3, "float16": 1e-3}
 WINDOW = 30
 dot_product_attention: Any = jax_memeff.dot_product_attention
+varlen_attention: Any = jax_memeff.varlen_attention
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A padded call whose values are columns of the keys."""
+    """A call whose values are columns of the keys, padded by default."""
 
     batch: int = 2
     queries: int = 3
@@ -80,16 +81,29 @@ class Call:
         arrays = self.arrays()
         return {name: jnp.asarray(x, names.get(name, "float32")) for name, x in arrays.items()}
 
+    def attention(self, query: Any, key: Any, *, mask: Mask, **settings: Any) -> Any:
+        """The function of padded or of packed sequences."""
+        if "packed" not in self.features:
+            return dot_product_attention(query, key, None, mask=mask, **settings)
+        (lists,) = mask.key_lists
+        lists = jnp.swapaxes(lists.indices, 1, 2).reshape(-1, lists.indices.shape[1], self.count)
+        mask = dataclasses.replace(mask, key_lists=()) & Mask.keys(lists)
+        tokens = (x.reshape(-1, *x.shape[2:]) for x in (query, key))
+        starts = (np.arange(self.batch + 1) * size for size in (self.queries, self.keys))
+        sizes = self.queries, self.keys
+        out, lse = varlen_attention(*tokens, None, *starts, *sizes, mask=mask, **settings)
+        rows = query.shape[:2]
+        return out.reshape(*rows, *out.shape[1:]), lse.reshape(*rows, *lse.shape[1:])
+
     def program(self, query: Any, key: Any, sinks: Any, lists: Any, dout: Any, dlse: Any) -> Any:
         mask = Mask.keys(lists)
         if "window" in self.features:
             mask &= Mask.window(WINDOW, WINDOW)
 
         def loss(given: dict[str, Any]) -> jax.Array:
-            out, lse = dot_product_attention(
+            out, lse = self.attention(
                 given["query"],
                 given["key"],
-                None,
                 value_dim=self.dims[1],
                 scale=self.used_scale,
                 mask=mask,
@@ -186,6 +200,8 @@ OTHERS = [
     Call(needed=("key",), heads=(16, 1), seed=3),
     Call(dims=(544, 480), dtype="float16", heads=(80, 1), seed=4),
     Call(scale=-0.03, heads=(64, 1), seed=5),
+    Call(features=("packed", "window", "lse"), heads=(64, 1), seed=6),
+    Call(features=("packed",), heads=(32, 2), has_own_lists=True, seed=7),
 ]
 CASES = [*OTHERS, *map(_drawn, range(60))]
 

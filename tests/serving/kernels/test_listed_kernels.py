@@ -158,7 +158,7 @@ class Call:
                 np.concatenate([np.full((2, *x[0].shape[1:]), np.nan, x[0].dtype), *x])
                 for x in (made.keys, made.values)
             )
-            return made.query, keys, values, self.lists
+            return made.query, keys, None if self.is_latent else values, self.lists
         query, lists = (self.padded(x) for x in (made.query, self.lists))
         longest = max(self.lengths)
         keys, values = (
@@ -234,7 +234,7 @@ def drawn(index: int) -> tuple[str, Call]:
     rng = np.random.default_rng(index)
     form = FORMS[index % 4]
     batch = int(rng.integers(1, 6))
-    is_latent = index % 3 == 0 and form != "packed"
+    is_latent = index % 3 == 0
     longest, most = (130, 3) if is_latent else (90, 9)
     lengths = rng.integers(0, longest, batch)
     lengths[rng.integers(batch)] = longest
