@@ -152,12 +152,14 @@ def test_a_kernel_that_hangs_on_a_gpu_is_ended(verify, tmp_path):
     assert time.monotonic() - start < 300
 
 
+# A shell starts commands in the background with SIGINT ignored, and Python keeps that.
 INTERRUPTED = """
-import sys
+import signal, sys
 from jax_memeff import cli
 from jax_memeff._command.cases.case import Case
 from jax_memeff._command.verify import chosen, parent
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 parent.require_idle = lambda: ""
 parent.CHILD = {child!r}
 chosen.chosen = lambda every: {cases!r}
