@@ -44,6 +44,8 @@ HUNTS = [
     )
 ]
 HUNTS += [
+    dataclasses.replace(STEPS, page_size=1),
+    dataclasses.replace(PROMPTS, page_size=4, features=INVARIANT),
     dataclasses.replace(PROMPTS, features=(*INVARIANT, "local_window_size")),
     dataclasses.replace(STEPS, features=("tree",)),
 ]

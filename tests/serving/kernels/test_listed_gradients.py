@@ -10,6 +10,7 @@ from typing import Any
 import emulator
 import jax
 import jax.numpy as jnp
+import lateness
 import numpy as np
 import pytest
 
@@ -290,3 +291,15 @@ def test_many_lists_on_a_gpu(assert_close):
     case.assert_matches(found[0], assert_close)
     for other in found[1:]:
         np.testing.assert_array_equal(other["query"], found[0]["query"])
+
+
+@pytest.mark.gpu
+def test_gradients_of_queries_have_equal_bits_in_every_run(monkeypatch):
+    """With random delays: ``tests/kernels/test_races.py``."""
+    case = Call(batch=1, queries=200, keys=2000, count=300, features=("lse",))
+
+    def run(arrays: dict[str, Any], zero: jax.Array) -> dict[str, jax.Array]:
+        query = arrays["query"] + zero.astype(arrays["query"].dtype)
+        return {"query": case.program(**{**arrays, "query": query})["query"]}
+
+    lateness.assert_equal_runs(monkeypatch, run, case.rounded(), 1000)
