@@ -291,6 +291,7 @@ def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
     if options.all:
         raise ValueError("expected features of one problem, or --all for every kernel, not both")
     problems = dict.fromkeys((_problem(options, arch, "forward", sums_gradients=False),))
+    # Paged calls have no gradient, and lists of keys a kernel for that of latent values only.
     if not options.page_size and (options.latent or not options.keys):
         for sums in (False, True):
             problems[_problem(options, arch, "backward", sums_gradients=sums)] = None

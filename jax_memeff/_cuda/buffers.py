@@ -39,6 +39,7 @@ ROW_STATISTICS = (1, 2, 0)
 
 
 _LARGEST_CONSTANT = 1 << 12
+"""The most numbers of a range that a program holds: 16 KiB."""
 
 
 class Buffer(NamedTuple):

@@ -52,28 +52,40 @@ def _lower_lists(ctx: mlir.LoweringRuleContext, *values: Any, types: Any, option
     """A call with lists of keys, as one with pages."""
     convert, paged, paged_options = selection.in_pages(types, options, None)
     structure = jax.tree.structure(types)
-
-    def leaves_in_pages(*leaves: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(convert(jax.tree.unflatten(structure, leaves)))
-
-    avals, structure_in_pages = jax.tree.flatten(paged)
-    avals = [ShapedArray(aval.shape, aval.dtype) for aval in avals]
-    lower = mlir.lower_fun(leaves_in_pages, multiple_results=True)
-    leaves = lower(ctx.replace(avals_out=avals), *values)
+    context, operands = _lowered(
+        ctx, lambda *leaves: convert(jax.tree.unflatten(structure, leaves)), values
+    )
     rows = paged.query.shape[:3]
     shapes = [(*rows, paged.value_dim), *[rows] * (len(ctx.avals_out) - 1)]
     results = [
         ShapedArray(shape, aval.dtype) for shape, aval in zip(shapes, ctx.avals_out, strict=True)
     ]
-    own, operands = (jax.tree.unflatten(structure_in_pages, x) for x in (avals, leaves))
-    found = _lower_parts(
-        ctx.replace(avals_in=avals, avals_out=results), own, operands, paged_options
+    own = jax.tree.unflatten(jax.tree.structure(operands), context.avals_in)
+    outputs = _lower_parts(context.replace(avals_out=results), own, operands, paged_options)
+    shapes = [aval.shape for aval in ctx.avals_out]
+    _, reshaped = _lowered(
+        ctx.replace(avals_in=results),
+        lambda *outputs: [x.reshape(shape) for x, shape in zip(outputs, shapes, strict=True)],
+        outputs,
     )
+    return reshaped
 
-    def reshaped(*results: jax.Array) -> list[jax.Array]:
-        return [x.reshape(aval.shape) for x, aval in zip(results, ctx.avals_out, strict=True)]
 
-    return mlir.lower_fun(reshaped, multiple_results=True)(ctx.replace(avals_in=results), *found)
+def _lowered(
+    ctx: mlir.LoweringRuleContext, function: Callable[..., Any], values: Sequence[Any]
+) -> tuple[mlir.LoweringRuleContext, Any]:
+    """The results of a JAX function, and a context with their types as ``avals_in``.
+
+    Args:
+        ctx: has the types of ``values`` as ``avals_in``.
+        function: of arrays; it may return any pytree.
+        values: its arguments.
+    """
+    avals, structure = jax.tree.flatten(jax.eval_shape(function, *ctx.avals_in))
+    avals = [ShapedArray(aval.shape, aval.dtype) for aval in avals]
+    lower = mlir.lower_fun(lambda *x: jax.tree.leaves(function(*x)), multiple_results=True)
+    leaves = lower(ctx.replace(avals_out=avals), *values)
+    return ctx.replace(avals_in=avals), jax.tree.unflatten(structure, leaves)
 
 
 def _lower_parts(ctx: mlir.LoweringRuleContext, types: Any, operands: Any, options: Options):
@@ -154,7 +166,7 @@ def lower_backward(
     types = jax.tree.unflatten(tree, ctx.avals_in)[0]
     if types.mask.key_lists:
         static: Any = {"tree": tree, "options": options, "needs_grad": needs_grad}
-        if selection.have_backward(ctx.avals_in, **static):
+        if selection.kernels_of_primitive(ctx.avals_in, **static):
             return _lower_gradients_of_lists(ctx, *leaves, **static)
         return mlir.lower_fun(in_jax, multiple_results=True)(ctx, *leaves)
     names = gradients_needed(types, needs_grad)
@@ -193,38 +205,32 @@ def _lower_gradients_of_lists(
         of_rows = [None if x is None else x.reshape(*rows, *x.shape[3:]) for x in of_rows]
         return convert(operands), *of_rows
 
-    avals, structure = jax.tree.flatten(jax.eval_shape(in_pages, *ctx.avals_in))
-    avals = [ShapedArray(aval.shape, aval.dtype) for aval in avals]
-    lower = mlir.lower_fun(lambda *x: jax.tree.leaves(in_pages(*x)), multiple_results=True)
+    context, values = _lowered(ctx, in_pages, leaves)
     own = key_lists.gradients_in_pages(needs_grad)
     assert own is not None
     own_names = gradients_needed(paged, own)
     own_types = [array_of(paged, name) for name in own_names]
-    context = ctx.replace(
-        avals_in=avals, avals_out=[ShapedArray(x.shape, x.dtype) for x in own_types]
-    )
-    found = _lower_kernels(
+    context = context.replace(avals_out=[ShapedArray(x.shape, x.dtype) for x in own_types])
+    of_kernels = _lower_kernels(
         context,
-        *lower(ctx.replace(avals_out=avals), *leaves),
-        tree=structure,
+        *jax.tree.leaves(values),
+        tree=jax.tree.structure(values),
         options=paged_options,
         needs_grad=own,
     )
     names = gradients_needed(types, needs_grad)
     shapes = [aval.shape for aval in ctx.avals_out]
 
-    def finished(leaves: Sequence[jax.Array], found: Sequence[jax.Array]) -> list[jax.Array]:
-        operands, out, lse, dout, dlse = jax.tree.unflatten(tree, leaves)
-        gradients = dict(zip(own_names, found, strict=True))
+    def finished(*arrays: jax.Array) -> list[jax.Array]:
+        operands, out, lse, dout, dlse = jax.tree.unflatten(tree, arrays[: len(leaves)])
+        gradients = dict(zip(own_names, arrays[len(leaves) :], strict=True))
         if "sinks" in names:
             delta = sinks.delta(out, dout, dlse)
             gradients["sinks"] = sinks.gradient(operands, options, lse, delta)
         return [gradients[name].reshape(x) for name, x in zip(names, shapes, strict=True)]
 
-    count = len(leaves)
-    lower = mlir.lower_fun(lambda *x: finished(x[:count], x[count:]), multiple_results=True)
-    context = ctx.replace(avals_in=[*ctx.avals_in, *context.avals_out])
-    return lower(context, *leaves, *found)
+    every = ctx.replace(avals_in=[*ctx.avals_in, *context.avals_out])
+    return _lowered(every, finished, [*leaves, *of_kernels])[1]
 
 
 def _lower_captured_gradients(ctx: mlir.LoweringRuleContext, *leaves: Any, **static: Any):

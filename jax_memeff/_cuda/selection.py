@@ -84,42 +84,22 @@ def kernels_of_primitive(
 ) -> list[dict[str, KernelSpec]]:
     """The kernels of a primitive with these types and parameters, by architecture.
 
-    A mixed batch of prompts and decode steps has two kernels for each architecture, and a backward
-    in plain JAX has none. Without ``archs`` the architectures are those that the program would be
-    compiled for.
+    A mixed batch of prompts and decode steps has two kernels for each architecture. A backward of
+    lists of keys may have none; it is then in plain JAX. Without ``archs`` the architectures are
+    those that the program would be compiled for.
 
     Raises:
         UnsupportedError: as the lowering would.
     """
     operands = jax.tree.unflatten(tree, avals)
-    if needs_grad is not None and not have_backward(
-        avals, tree=tree, options=options, needs_grad=needs_grad, archs=archs
-    ):
-        return []
     types = buffers.separate(operands if needs_grad is None else operands[0])
     parts = paged_calls.parts_of(types)
-    return [kernels(part.types, options, needs_grad, archs) for part in parts]
-
-
-def have_backward(
-    avals: Sequence[Any],
-    *,
-    tree: Any,
-    options: Options,
-    needs_grad: NeedsGrad,
-    archs: Sequence[str] = (),
-) -> bool:
-    """Whether kernels compute the backward of a primitive with these types and parameters. Only
-    that of a call with lists of keys may be in plain JAX.
-    """
-    types = jax.tree.unflatten(tree, avals)[0]
-    if not types.mask.key_lists:
-        return True
     try:
-        kernels(types, options, needs_grad, archs)
+        return [kernels(part.types, options, needs_grad, archs) for part in parts]
     except UnsupportedError:
-        return False
-    return True
+        if needs_grad is not None and types.mask.key_lists:
+            return []
+        raise
 
 
 def digest(

@@ -86,7 +86,7 @@ def test_dispatch_is_timed_for_both_directions(document):
 
 
 def _document(folder, script, *options, **variables):
-    """What a command writes on the CPU."""
+    """Returns what a command writes on the CPU."""
     path = folder / "results.json"
     command = [sys.executable, str(BENCHMARKS / script), "--implementation", "xla"]
     command += ["--rounds", "3", *options, "--output", str(path)]

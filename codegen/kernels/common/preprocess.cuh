@@ -121,8 +121,7 @@ struct FmhaBackwardPreprocess {
       }
       CUTE_UNROLL
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        sums[i] += word_dot(out[i].x, gradient[i].x) + word_dot(out[i].y, gradient[i].y) +
-                   word_dot(out[i].z, gradient[i].z) + word_dot(out[i].w, gradient[i].w);
+        sums[i] += vector_dot<Element>(out[i], gradient[i]);
       }
     }
   }
@@ -153,15 +152,6 @@ struct FmhaBackwardPreprocess {
     }
     Tiles::Statistics::store(params.row_statistics + tile_index * (2 * Tiles::kTileQuery), i,
                              empty ? infinity() : logsumexp * kLog2e, empty ? 0.0f : delta);
-  }
-
-  CUTE_DEVICE static float word_dot(uint32_t x, uint32_t y) {
-    if constexpr (kIs32Bit<Element>) {
-      return __uint_as_float(x) * __uint_as_float(y);
-    } else {
-      return unpack<Element>(x, 0) * unpack<Element>(y, 0) +
-             unpack<Element>(x, 1) * unpack<Element>(y, 1);
-    }
   }
 };
 

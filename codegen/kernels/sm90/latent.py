@@ -41,7 +41,8 @@ _TILES = {(HEAD_DIM, VALUE_DIM): (_TILE,)}
 _CLUSTER = 2
 """The CTAs of a cluster."""
 
-_CONSUMERS = 2
+CONSUMERS = 2
+"""They divide the columns of the output, or of dq."""
 _COLUMN_GROUPS = 3
 """The groups of columns of a buffer of keys that are released separately: the values of each
 consumer, and the rest.
@@ -96,15 +97,33 @@ _MOST_BLOCKS = 144
 """One CTA for each SM of a full GH100."""
 
 
-class FmhaFwdLatentSm90(WgmmaKernel):
+SEVERAL_HEADS = "the rows of its tiles belong to several heads"
+"""The reason against tiles with the rows of all query heads of a key head."""
+
+
+class LatentKernel(WgmmaKernel):
+    """The common base of the kernels whose values are columns of the keys."""
+
+    reads_pages = True
+    reads_latent = True
+
+    def consumers(self, spec: KernelSpec) -> int:
+        return CONSUMERS
+
+    def reads_block_mask(self, spec: KernelSpec) -> bool:
+        return False
+
+    def words(self, spec: KernelSpec) -> list[str]:
+        return ["latent"]
+
+
+class FmhaFwdLatentSm90(LatentKernel):
     """The forward for values that are columns of the keys, with 16-bit elements."""
 
     stem = "sm90/latent"
     direction = "forward"
     class_name = "FmhaForwardLatentSm90"
     maps_type = "KeyMap"
-    reads_pages = True
-    reads_latent = True
     reads_float8_pages = True
     splits_keys = True
     persistent = True
@@ -121,22 +140,13 @@ class FmhaFwdLatentSm90(WgmmaKernel):
     )
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
-        reasons = []
+        reasons = []  # it splits the keys
         if not pack_gqa(problem):
-            reasons.append("the rows of its tiles belong to several heads")
+            reasons.append(SEVERAL_HEADS)
         if spec[PAGES].is_float8 and spec.dtype != "bf16":
             # The keys times their scale may exceed the range of float16.
             reasons.append("it converts latent keys from float8 to bfloat16 only: cast the query")
         return reasons
-
-    def consumers(self, spec: KernelSpec) -> int:
-        return _CONSUMERS
-
-    def reads_block_mask(self, spec: KernelSpec) -> bool:
-        return False
-
-    def words(self, spec: KernelSpec) -> list[str]:
-        return ["latent"]
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Queries, two buffers of keys and the probabilities of a KV block; for each row a softmax
@@ -145,13 +155,13 @@ class FmhaFwdLatentSm90(WgmmaKernel):
         missing.
         """
         rows, panels = spec.tile.query, spec.padded_head_dim // panel_columns(spec.padded_head_dim)
-        stages = _CONSUMERS
+        stages = CONSUMERS
         operands = rows * (spec.padded_head_dim + spec.tile.key)
         operands += stages * spec.tile.key * spec.padded_head_dim
         barriers = stages * (panels + _COLUMN_GROUPS + 1)
         return (
             operands * spec.element_bytes
-            + rows * (shared_memory.STATISTICS_BYTES + 2 * _CONSUMERS * 4)
+            + rows * (shared_memory.STATISTICS_BYTES + 2 * CONSUMERS * 4)
             + barriers * shared_memory.BARRIER_BYTES
             + _WORK_STAGES * shared_memory.PIPELINE_BYTES
             + _WORK_STAGES * _KEY_PART_BYTES

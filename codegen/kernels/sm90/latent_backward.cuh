@@ -290,9 +290,8 @@ struct FmhaBackwardLatentSm90 {
     float delta = 0.0f;
     CUTE_NO_UNROLL
     for (int chunk = int(threadIdx.x) % 4; chunk * 8 < params.shape.value_dim; chunk += 4) {
-      uint4 const x = load_vector<16>(out + chunk * 16, 16);
-      uint4 const y = load_vector<16>(gradient + chunk * 16, 16);
-      delta += word_dot(x.x, y.x) + word_dot(x.y, y.y) + word_dot(x.z, y.z) + word_dot(x.w, y.w);
+      delta += vector_dot<Element>(load_vector<16>(out + chunk * 16, 16),
+                                   load_vector<16>(gradient + chunk * 16, 16));
     }
     delta += __shfl_xor_sync(0xffffffffu, delta, 1);
     delta += __shfl_xor_sync(0xffffffffu, delta, 2);
@@ -307,11 +306,6 @@ struct FmhaBackwardLatentSm90 {
       if (fabsf(logsumexp) < kWholeFloats) statistics = make_float2(logsumexp * kLog2e, delta);
     }
     control.statistics[row] = statistics;
-  }
-
-  CUTE_DEVICE static float word_dot(uint32_t x, uint32_t y) {
-    return unpack<Element>(x, 0) * unpack<Element>(y, 0) +
-           unpack<Element>(x, 1) * unpack<Element>(y, 1);
   }
 
   template <int kWarpgroup>

@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from jax_memeff.codegen import shared_memory
 from jax_memeff.codegen.features import DETERMINISTIC, AskedPages
 from jax_memeff.codegen.kernels.common.base import Backward, gqa_row_tiles, pack_gqa, stage
-from jax_memeff.codegen.kernels.sm90.base import WgmmaKernel, WgmmaTile
-from jax_memeff.codegen.kernels.sm90.latent import HEAD_DIM, VALUE_DIM
+from jax_memeff.codegen.kernels.sm90.base import WgmmaTile
+from jax_memeff.codegen.kernels.sm90.latent import (
+    CONSUMERS,
+    HEAD_DIM,
+    SEVERAL_HEADS,
+    VALUE_DIM,
+    LatentKernel,
+)
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.sizes import Sizes, ceil_div
@@ -28,22 +34,19 @@ _TILE = WgmmaTile(
 
 _TILES = {(HEAD_DIM, VALUE_DIM): (_TILE,)}
 
-_CONSUMERS = 2
 _PANEL_COLUMNS = 64
 _PANEL_GROUPS = 3
 _ROUNDED_COLUMNS, _ROUNDING_THREADS = 16, 256
 """The columns of a thread of the kernel that rounds the sums, and its threads."""
 
 
-class FmhaBwdLatentSm90(Backward, WgmmaKernel):
+class FmhaBwdLatentSm90(Backward, LatentKernel):
     """The backward for values that are columns of the keys, with 16-bit elements and pages of one
     key.
     """
 
     stem = "sm90/latent_backward"
     class_name = "FmhaBackwardLatentSm90"
-    reads_pages = True
-    reads_latent = True
     owns_outputs = True
     """Of dq. Its sums of the gradient of the keys have no order."""
     tiles = _TILES
@@ -53,23 +56,14 @@ class FmhaBwdLatentSm90(Backward, WgmmaKernel):
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
         reasons = super().reasons(spec, problem, strategy)
+        if not pack_gqa(problem):
+            reasons.append(SEVERAL_HEADS)
         if problem[DETERMINISTIC] and "key" in spec.gradients:
             reasons.append("CTAs add to the gradient of the keys in any order")
-        if not pack_gqa(problem):
-            reasons.append("the rows of its tiles belong to several heads")
         return reasons
 
-    def consumers(self, spec: KernelSpec) -> int:
-        return _CONSUMERS
-
-    def reads_block_mask(self, spec: KernelSpec) -> bool:
-        return False
-
-    def words(self, spec: KernelSpec) -> list[str]:
-        return ["latent"]
-
     def widths(self, spec: KernelSpec) -> tuple[int, ...]:
-        return (_PANEL_COLUMNS, _PANEL_COLUMNS // 2, spec.padded_value_dim // _CONSUMERS)
+        return (_PANEL_COLUMNS, _PANEL_COLUMNS // 2, spec.padded_value_dim // CONSUMERS)
 
     def shared_bytes(self, spec: KernelSpec) -> int:
         """Queries, dO, keys, P and dS; for each row the statistics, for each key of two KV blocks

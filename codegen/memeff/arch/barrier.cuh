@@ -53,15 +53,4 @@ CUTE_DEVICE void wait_barrier(uint64_t& barrier, int parity) {
   cute::wait_barrier(barrier, parity);
 }
 
-// Whether wait_barrier() would return at once. Lanes of a warp may get different answers.
-CUTE_DEVICE bool has_phase_ended(uint64_t& barrier, int parity) {
-  uint32_t ended;
-  asm volatile(
-      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
-      : "=r"(ended)
-      : "r"(cute::cast_smem_ptr_to_uint(&barrier)), "r"(parity)
-      : "memory");
-  return ended != 0;
-}
-
 }  // namespace memeff

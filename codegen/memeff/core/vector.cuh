@@ -4,7 +4,9 @@
 #include <cute/numeric/numeric_types.hpp>
 
 #include <memeff/arch/copy.cuh>
+#include <memeff/arch/tf32.cuh>
 #include <memeff/core/common.cuh>
+#include <memeff/core/math.cuh>
 #include <memeff/core/shared_tile.cuh>
 
 namespace memeff {
@@ -46,6 +48,23 @@ CUTE_DEVICE void store_vector(char* address, uint4 const& vector, int bytes) {
       if (i * kAlignment < bytes) reinterpret_cast<Piece*>(address)[i] = value.pieces[i];
     }
   }
+}
+
+template <class Element>
+CUTE_DEVICE float word_dot(uint32_t x, uint32_t y) {
+  if constexpr (kIs32Bit<Element>) {
+    return __uint_as_float(x) * __uint_as_float(y);
+  } else {
+    return unpack<Element>(x, 0) * unpack<Element>(y, 0) +
+           unpack<Element>(x, 1) * unpack<Element>(y, 1);
+  }
+}
+
+// The dot product of two vectors of elements.
+template <class Element>
+CUTE_DEVICE float vector_dot(uint4 const& x, uint4 const& y) {
+  return word_dot<Element>(x.x, y.x) + word_dot<Element>(x.y, y.y) + word_dot<Element>(x.z, y.z) +
+         word_dot<Element>(x.w, y.w);
 }
 
 // Stores a shared tile. `rows` points to element (0, 0) of the tile in global memory; only rows

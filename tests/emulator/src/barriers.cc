@@ -207,6 +207,4 @@ void wait_barrier(uint64_t& word, int parity) {
       {&word, kPhaseBit, uint64_t(parity), false, "the mbarrier at byte", byte_in_shared(word)});
 }
 
-bool has_phase_ended(uint64_t& word, int parity) { return read(word).phase != uint64_t(parity); }
-
 }  // namespace emulator

@@ -6,7 +6,10 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def lowered(machine, selected):
-    """Lowers the programs of all cases before the first one runs."""
+def lowered(machine, selected, request):
+    """Lowers the programs of all cases before the first one runs, by the module's own ``lower`` if
+    it has one.
+    """
+    lower = getattr(request.module, "lower", paged_case.lower)
     calls = [(call["case"], call["arch"]) for call in selected if {"case", "arch"} <= {*call}]
-    machine.submit(emulator.lower_together, paged_case.lower, calls).result(timeout=600)
+    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)

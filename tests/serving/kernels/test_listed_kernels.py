@@ -307,13 +307,6 @@ def emulated(case: Call, arch: str, seed: int | None = None) -> Any:
     return case.found(lowered)
 
 
-@pytest.fixture(scope="module")
-def lowered(machine, selected):
-    """Lowers the programs of all cases before the first one runs."""
-    calls = [(call["case"], call["arch"]) for call in selected if {"case", "arch"} <= {*call}]
-    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
-
-
 @pytest.mark.rotating(12)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize(("arch", "case"), CASES, ids=str)

@@ -95,13 +95,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def lowered(machine, selected):
-    """Lowers the programs of all cases before the first one runs."""
-    calls = [(call["case"], call["arch"]) for call in selected if {"case", "arch"} <= {*call}]
-    machine.submit(emulator.lower_together, lower, calls).result(timeout=600)
-
-
 @pytest.mark.rotating(5)
 @pytest.mark.usefixtures("lowered")
 @pytest.mark.parametrize(("arch", "case"), CASES)

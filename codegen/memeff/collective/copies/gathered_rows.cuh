@@ -92,7 +92,7 @@ struct DividedRows {
 
   int rows[kOwn];  // -1 if the key does not exist
 
-  // The key of the lane's row `i` in the KV block. Whole warps have a step that does not exist.
+  // The key of the lane's row `i` in the KV block. The last step of a warp may not exist.
   CUTE_DEVICE static int key(int warp, int i) {
     return (warp + i * kWarps) * kStepRows + int(threadIdx.x % kWarpSize / Panel::kChunks);
   }

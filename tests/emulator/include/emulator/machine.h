@@ -34,7 +34,6 @@ void arrive_named_barrier(int barrier, int threads);  // does not wait
 void init_barrier(uint64_t& barrier, int arrivals);
 void arrive_barrier(uint64_t& barrier, int expected_bytes);
 void wait_barrier(uint64_t& barrier, int parity);
-bool has_phase_ended(uint64_t& barrier, int parity);
 
 // Clusters: blocks that run at the same time. The rank is the index of this block in its cluster.
 int cluster_rank();

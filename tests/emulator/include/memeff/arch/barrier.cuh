@@ -25,8 +25,5 @@ CUTE_DEVICE void arrive_when_copied(uint64_t& barrier) { emulator::arrive_when_c
 CUTE_DEVICE void wait_barrier(uint64_t& barrier, int parity) {
   emulator::wait_barrier(barrier, parity);
 }
-CUTE_DEVICE bool has_phase_ended(uint64_t& barrier, int parity) {
-  return emulator::has_phase_ended(barrier, parity);
-}
 
 }  // namespace memeff
