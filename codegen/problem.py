@@ -65,7 +65,7 @@ class Problem:
         asked = dict(self.features)
         for name in asked:
             expect_one_of("features", name, registry.BY_NAME)
-        if asked.get("keys") and self.direction != "tangent":
+        if asked.get("keys"):
             asked |= registry.read_as_pages(asked)
         for feature in registry.FEATURES:
             feature.check(asked.setdefault(feature.name, feature.off))

@@ -363,6 +363,8 @@ def kernels(
 ) -> dict[str, KernelSpec] | None:
     """The kernel for each architecture; None if one of them has no kernel for this call."""
     operands, _, _, tangents = jax.tree.unflatten(tree, avals)
+    if operands.mask.key_lists:
+        return None
     needs_grad = needs_grad_of(operands, named_arrays(tangents))
     try:
         return selection.kernels(

@@ -190,6 +190,12 @@ def test_explain_takes_lists_of_keys_as_pages_of_one_key(capsys):
     latent = "--keys", "--latent", "--value-dim", "512", "--direction", "backward"
     status, out = run(capsys, *base[:4], "576", *base[5:], *latent)
     assert not status and "_latent_varlen_pages1_" in out
+    for dims in (("128",), ("576", "--value-dim", "512", "--latent")):
+        status, out = run(capsys, *base[:4], *dims, *base[5:], "--keys", "--direction", "tangent")
+        assert status == 1
+        assert out.splitlines()[1:] == [
+            "  tangents of lists of keys (Mask.keys) are computed in plain JAX"
+        ]
 
 
 def test_explain_draws_the_tiles(capsys, tmp_path, monkeypatch):
@@ -278,6 +284,29 @@ def test_build_prints_resources_and_is_not_fooled_by_failures(capsys, monkeypatc
     assert line.split()[1:] == ["sm_80", "168", "24", shared, "1.25", "no"]
     assert "did not compile" in out and "no [bold] luck" in out
     assert f"\n{specs[1].name}, sm_80: (C7510) Potential Performance Loss\n" in out
+
+
+@pytest.mark.parametrize("kinds", [{"fwd", "bwd"}, {"fwd"}], ids=["latent", "keys"])
+def test_build_compiles_the_kernels_of_lists_of_keys(kinds, capsys, monkeypatch):
+    built = []
+
+    def compile_many(jobs, on_done):
+        for spec, arch in jobs:
+            built.append(spec.name)
+            names = tuple(entry.name for entry in spec.entry_points)
+            compiled = Compiled(b"image", names, (), (), "", 1.25, False)
+            compiler.store(*compiler.source(spec, arch), compiled)
+            on_done(spec, arch, compiled)
+
+    monkeypatch.setattr(cli, "compile_many", compile_many)
+    dims = "576", "--value-dim", "512", "--latent"
+    chosen = dims if "bwd" in kinds else dims[:1]
+    code, _ = run(
+        capsys, "build", "--dtype", "bf16", "--keys", "--arch", "sm_90a", "--head-dim", *chosen
+    )
+    assert code == 0
+    assert {name.split("_")[1] for name in built} == kinds
+    assert all("_pages1_" in name for name in built)
 
 
 @pytest.mark.parametrize("columns", [80, 20])

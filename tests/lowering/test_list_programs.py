@@ -102,6 +102,18 @@ def test_packed_and_paged_calls(fake_compiler):
     assert all("pages1" in spec.name for spec, _ in fake_compiler)
 
 
+@pytest.mark.parametrize(
+    "call", [latent_call, lambda q, k, x: attention(q, k, k, mask=Mask.keys(x))]
+)
+def test_a_tangent_is_plain_jax(call, fake_compiler):
+    def derivative(query, key, lists):
+        with jax_memeff.forward_mode():
+            return jax.jvp(lambda *x: call(*x, lists), (query, key), (query, key))
+
+    text = lower(derivative, *latent())
+    assert [call.split("@jax_memeff_")[1][:7] for call in attention_calls(text)] == ["forward"]
+
+
 @pytest.mark.quick
 def test_a_backward_is_a_kernel_or_plain_jax(fake_compiler, monkeypatch):
     def loss(query, key, lists):
