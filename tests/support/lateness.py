@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from attention_case import Case
 
 from jax_memeff._call.gradients import needs_grad_of
 from jax_memeff._cuda import selection
+from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import emit, gpu
 from jax_memeff.codegen.kernels.sm90.backward import FmhaBwdSm90
 from jax_memeff.codegen.kernels.sm90.base import PersistentTile, WgmmaTile
@@ -27,6 +30,7 @@ from jax_memeff.codegen.sizes import ceil_div
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import PLAIN, Strategy, using
 
+CODEGEN = Path(emit.__file__).parent
 SMALLEST_KEY_TILE = 32
 TANGENTS = ("query", "key", "value")
 
@@ -35,6 +39,28 @@ def make_late(patch: pytest.MonkeyPatch) -> None:
     """Makes kernels sleep at random wherever their warps synchronize (arch/thread.cuh)."""
     source = emit.source
     patch.setattr(emit, "source", lambda spec: f"#define MEMEFF_RANDOM_SLEEP\n{source(spec)}")
+
+
+def remove_barrier(patch: pytest.MonkeyPatch, stem: str, comment: str) -> None:
+    """Compiles the main kernel of ``stem`` without the barrier that has this comment behind it."""
+    source = emit.source
+    header = (CODEGEN / f"kernels/{stem}.cuh").read_text()
+
+    def without(spec: KernelSpec) -> str:
+        if spec.kernel.stem != stem:
+            return source(spec)
+        name = spec.kernel.class_name
+        struct = rf"^template <class Config>\nstruct {name} \{{\n.*?^\}};\n"
+        (text,) = re.findall(struct, header, re.M | re.S)
+        text, count = re.subn(rf" *sync_threads\(\);  // {re.escape(comment)}.*\n", "", text)
+        assert count == 1
+        # The header still has the kernel that is right, so this one has a name of its own.
+        include = f"#include <kernels/{stem}.cuh>\n"
+        before, after = source(spec).split(include)
+        own = f"using namespace memeff;\n{text.replace(name, f'{name}WithRace')}"
+        return before + include + own + after.replace(f"memeff::{name}<", f"{name}WithRace<")
+
+    patch.setattr(emit, "source", without)
 
 
 @contextlib.contextmanager
@@ -125,9 +151,15 @@ def has_tangents(case: Case) -> bool:
     return case.dtype != "float32" and case.H < 256
 
 
-def skip_without_hopper() -> None:
-    if not any(device.compute_capability == "9.0" for device in jax.devices("cuda")):
-        pytest.skip("these are the kernels of Hopper")
+def has_gpu(arch: str) -> bool:
+    """Whether a GPU of this process runs kernels for ``arch``."""
+    for device in jax.devices("cuda"):
+        major, minor = map(int, device.compute_capability.split("."))
+        if architectures.of_capability(major, minor) == arch:
+            return True
+        if architectures.is_virtual(arch) and 10 * major + minor >= architectures.capability(arch):
+            return True
+    return False
 
 
 def assert_equal_runs(
@@ -135,23 +167,30 @@ def assert_equal_runs(
     run: Callable[[Any, jax.Array], dict[str, jax.Array]],
     arrays: Any,
     repeats: int,
+    arch: str = gpu.WGMMA_ARCH,
 ) -> None:
-    """Compares the bits of runs whose warps are late; skips the test on GPUs without wgmma."""
-    skip_without_hopper()
-    patch.setenv("JAX_MEMEFF_ARCHS", gpu.WGMMA_ARCH)
-    make_late(patch)
-    counts = count_other_runs(run, arrays, repeats)
+    """Compares the bits of runs whose warps are late."""
+    counts = count_other_runs(patch, run, arrays, repeats, arch)
     assert counts == dict.fromkeys(counts, 0)
 
 
 def count_other_runs(
-    run: Callable[[Any, jax.Array], dict[str, jax.Array]], arrays: Any, repeats: int
+    patch: pytest.MonkeyPatch,
+    run: Callable[[Any, jax.Array], dict[str, jax.Array]],
+    arrays: Any,
+    repeats: int,
+    arch: str,
 ) -> dict[str, int]:
-    """The number of runs in which each result differed from the first run.
+    """The number of runs with late warps in which each result differed from the first run. Skips
+    the test if no GPU runs kernels for ``arch``.
 
     ``run`` takes the arrays and an integer that is always zero. XLA cannot see that; it would
     compute results that depend on the arrays alone once for all runs.
     """
+    if not has_gpu(arch):
+        pytest.skip(f"no GPU here runs kernels for {arch}")
+    patch.setenv("JAX_MEMEFF_ARCHS", arch)
+    make_late(patch)
 
     @jax.jit
     def count(arrays: Any, zero: jax.Array) -> dict[str, jax.Array]:

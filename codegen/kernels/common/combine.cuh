@@ -4,6 +4,7 @@
 #include <cute/algorithm/clear.hpp>
 #include <cute/tensor_impl.hpp>
 
+#include <memeff/arch/barrier.cuh>
 #include <memeff/core/math.cuh>
 #include <memeff/layout/gqa_rows.cuh>
 #include <memeff/layout/sequences.cuh>
@@ -204,7 +205,7 @@ struct FmhaForwardCombine {
       }
       sums[set][column_thread] = sum;
     }
-    __syncthreads();
+    sync_threads();
     if (active && set % row_sets == 0) {
       for (int other = 1; other < row_sets; ++other) {
         Sum const& found = sums[set + other][column_thread];
@@ -212,7 +213,7 @@ struct FmhaForwardCombine {
       }
       store(params, row, kColumns * column_thread, sum);
     }
-    __syncthreads();  // every thread has read the sums
+    sync_threads();  // every thread has read the sums
   }
 
   // The number of segments of the sequence of a row.

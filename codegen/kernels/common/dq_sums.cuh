@@ -4,6 +4,7 @@
 #include <cute/tensor_impl.hpp>
 
 #include <memeff/params.h>
+#include <memeff/arch/barrier.cuh>
 #include <memeff/arch/copy.cuh>
 #include <memeff/arch/thread.cuh>
 #include <memeff/arch/tma.cuh>
@@ -112,7 +113,7 @@ struct FinishedDq {
       int* const finished = count(batch, query_head / params.shape.group);
       while (load_acquire(finished) < kv_blocks) sleep_briefly();
     }
-    __syncthreads();
+    sync_threads();
   }
 
  private:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <kernels/common/dq_sums.cuh>
+#include <memeff/arch/barrier.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/backward_tiles.cuh>
@@ -99,7 +100,7 @@ struct FmhaBackwardPostprocess {
     } else {
       store_accumulators<Element, QueryTile, QueryGrid>(tile, query_gradient);
     }
-    __syncthreads();
+    sync_threads();
     store_rows<QueryTile, kThreads, Config::kAlignment>(
         tile,
         row_pointer<Element>(params.query_gradient, origin.batch, origin.row + row, item.head),

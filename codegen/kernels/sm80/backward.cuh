@@ -25,6 +25,7 @@
 #include <kernels/common/preprocess.cuh>
 #include <kernels/sm80/backward_scores.cuh>
 #include <kernels/sm80/delta.cuh>
+#include <memeff/arch/barrier.cuh>
 #include <memeff/arch/thread.cuh>
 #include <memeff/collective/copies/load_tile.cuh>
 #include <memeff/collective/epilogue.cuh>
@@ -190,17 +191,17 @@ struct FmhaBackwardDbias<Config, BackwardTiles<Config>> {
       cute::clear(score_gradient);
 
       wait_copies<1>();
-      __syncthreads();  // Q, K and statistics have arrived; every thread has read the last bias
+      sync_threads();  // Q, K and statistics have arrived; every thread has read the last bias
       modifiers.load(work.q_block(slice));
       commit_copies();
       Scores::template multiply<QueryTile, KeyTile>(shared, shared + kKeyOffset, scores);
       wait_copies<0>();
-      __syncthreads();  // dO, V and bias have arrived; every thread has read Q and K
+      sync_threads();  // dO, V and bias have arrived; every thread has read Q and K
       if (has_next) work.load_scores(following, parity ^ 1);
       commit_copies();
       Scores::template multiply<OutTile, ValueTile>(shared + kOutOffset, shared + kValueOffset,
                                                     score_gradient);
-      __syncthreads();  // every thread has read dO and V
+      sync_threads();  // every thread has read dO and V
       if (has_next) work.load_gradients(following);
       commit_copies();
 
@@ -298,7 +299,7 @@ struct FmhaBackwardSm80 {
     cute::clear(value_gradient);
     Scores::CapturedSums::begin(kv_block.shared + kSumsOffset);
     accumulate(kv_block, q_blocks, modifiers, semaphore, key_gradient, value_gradient);
-    __syncthreads();  // every thread has read keys and values: their tiles take the results
+    sync_threads();  // every thread has read keys and values: their tiles take the results
     kv_block.publish(semaphore, kFinished);
     kv_block.store(key_gradient, value_gradient);
   }
@@ -429,7 +430,7 @@ struct FmhaBackwardSm80 {
       bool const has_next = q_blocks.has(q_blocks.after(cursor));
 
       wait_copies<0>();
-      __syncthreads();  // operands have arrived; every thread has read dS and the other buffer
+      sync_threads();  // operands have arrived; every thread has read dS and the other buffer
       kv_block.publish(semaphore, kv_block.position(q_block));
       if (kBuffers == 2 && has_next) {
         kv_block.load_query(q_blocks.at(q_blocks.after(cursor)),
@@ -447,7 +448,7 @@ struct FmhaBackwardSm80 {
       if constexpr (kStoreScoreGradient) {
         store_accumulators<Element, ScoreTile, ScoreGrid>(shared + kScoreOffset, score_gradient);
       }
-      __syncthreads();  // P and dS are complete; every thread has read this bias
+      sync_threads();  // P and dS are complete; every thread has read this bias
       modifiers.load_next(has_next, [&] { return q_blocks.at(q_blocks.after(cursor)); });
       if constexpr (BiasWriter::kFromTile) {
         BiasWriter::store(kv_block.params,
@@ -463,7 +464,7 @@ struct FmhaBackwardSm80 {
                                         value_gradient);
       }
       if constexpr (Config::kValueGradient || (Config::kKeyGradient && kKeysFirst)) {
-        __syncthreads();  // every thread has read dO, and the queries if dK is first
+        sync_threads();  // every thread has read dO, and the queries if dK is first
       }
       if (has_next) {
         kv_block.load_out_gradient(q_blocks.at(q_blocks.after(cursor)));
@@ -476,7 +477,7 @@ struct FmhaBackwardSm80 {
         add_columns<QueryTile, KeyGrid>(shared + kScoreOffset, query_tile, key_gradient);
       }
       if (kBuffers == 1 && !kKeysFirst && has_next) {
-        __syncthreads();  // every thread has read the queries
+        sync_threads();  // every thread has read the queries
         kv_block.load_query(q_blocks.at(q_blocks.after(cursor)), 0);
         commit_copies();
       }

@@ -11,6 +11,7 @@
 
 #include <kernels/common/preprocess.cuh>
 #include <kernels/sm80/large_dim_scores.cuh>
+#include <memeff/arch/barrier.cuh>
 #include <memeff/core/math.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/schedule/grid.cuh>
@@ -142,7 +143,7 @@ struct FmhaBackwardDelta {
         }
       }
     }
-    __syncthreads();
+    sync_threads();
     for (int i = thread; i < min(kTileQuery, row_bound); i += kThreads) {
       float2 sum = make_float2(0.0f, 0.0f);
       CUTE_UNROLL

@@ -14,6 +14,7 @@
 
 #include <cute/algorithm/clear.hpp>
 
+#include <memeff/arch/barrier.cuh>
 #include <memeff/collective/copies/copied_rows.cuh>
 #include <memeff/collective/epilogue.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
@@ -170,7 +171,7 @@ struct FmhaForwardSm80 {
       auto next_column = [&] { return kv_blocks.before(block) * kTileKey; };
 
       wait_copies<Bias::kCopyGroups>();
-      __syncthreads();  // keys have arrived; every thread has read the previous values
+      sync_threads();  // keys have arrived; every thread has read the previous values
       values.load(column, value_tile, pages);
       commit_copies();
 
@@ -179,7 +180,7 @@ struct FmhaForwardSm80 {
       warp_gemm<Element, Config::kHeadDim / kStepElements<Element>>(scores, query, key);
 
       wait_copies<0>();
-      __syncthreads();  // values have arrived; every thread has read these keys
+      sync_threads();  // values have arrived; every thread has read these keys
       if (has_next) {
         keys.load(next_column(), key_tile, pages);
         commit_copies();
@@ -240,7 +241,7 @@ struct FmhaForwardSm80 {
       }
     }
     if (query_bound < kTileQuery) zero_rows(output, query_bound);
-    __syncthreads();  // OutTile overwrites the tiles: every warp must have read them
+    sync_threads();  // OutTile overwrites the tiles: every warp must have read them
     store_tile<Element, OutTile, OutGrid, kThreads, Config::kAlignment>(
         tile, output, row_pointer<Element>(params.out, origin.batch, origin.row + row, item.head),
         params.out.row_stride * sizeof(Element), row_bound, shape.value_dim);

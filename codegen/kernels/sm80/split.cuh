@@ -14,6 +14,7 @@
 #include <cute/algorithm/clear.hpp>
 
 #include <kernels/common/combine.cuh>
+#include <memeff/arch/barrier.cuh>
 #include <memeff/arch/copy.cuh>
 #include <memeff/collective/consumer_groups.cuh>
 #include <memeff/collective/copies/copied_rows.cuh>
@@ -626,7 +627,7 @@ struct FmhaForwardSplitSm80 {
     if (converts_query) load_query(params, item, row, operands, query_tile);
     walk.start();
     wait_copies<kStages - 1>();
-    __syncthreads();  // the query tile is in shared memory
+    sync_threads();  // the query tile is in shared memory
 
     operands.begin();
     if constexpr (kKeySegments) {
@@ -712,7 +713,7 @@ struct FmhaForwardSplitSm80 {
   CUTE_DEVICE static void finish(ForwardParams const& params, SplitWorkItem const& item,
                                  TileRows const& rows, Operands const& operands, uint32_t shared,
                                  Softmax& softmax, Output& output) {
-    __syncthreads();  // Merge overwrites the tiles: every warp must have read them
+    sync_threads();  // Merge overwrites the tiles: every warp must have read them
     Merge::run(shared, softmax, output, params.scale.softmax_scale);
     if (ConsumerGroup::index() > 0) return;
     softmax.finish(output, params.scale.softmax_scale,

@@ -1,4 +1,5 @@
-// Named barriers, and Hopper's barriers in shared memory (mbarriers), on CuTe's operations.
+// Barriers of a CTA, named barriers, and Hopper's barriers in shared memory (mbarriers), on CuTe's
+// operations.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -6,6 +7,11 @@
 #include <memeff/arch/thread.cuh>
 
 namespace memeff {
+
+CUTE_DEVICE void sync_threads() {
+  __syncthreads();
+  random_sleep();
+}
 
 // Named barrier 0 is __syncthreads().
 CUTE_DEVICE void named_barrier_sync(int barrier, int threads) {

@@ -3,6 +3,7 @@
 
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm80.hpp>
+#include <memeff/arch/thread.cuh>
 
 // cp.async begins with sm_80.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -214,6 +215,7 @@ CUTE_DEVICE void commit_copies() { cute::cp_async_fence(); }
 template <int kPending>
 CUTE_DEVICE void wait_copies() {
   cute::cp_async_wait<kPending>();
+  random_sleep();
 }
 
 // Release and acquire of a word that other CTAs poll: writes before the store are visible after a

@@ -34,7 +34,7 @@ struct WarpConsumerGroups {
   // Waits for all groups.
   CUTE_DEVICE static void sync_all() {
     if constexpr (kAllBarrier == 0) {
-      __syncthreads();
+      sync_threads();
     } else {
       named_barrier_sync(kAllBarrier, kConsumerGroups * kThreads);
     }

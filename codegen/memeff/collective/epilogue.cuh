@@ -2,6 +2,7 @@
 // 16 bytes.
 #pragma once
 
+#include <memeff/arch/barrier.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/core/vector.cuh>
 
@@ -13,7 +14,7 @@ template <class Element, class Tile, class Grid, int kThreads, int kAlignment, c
 CUTE_DEVICE void store_tile(uint32_t tile, Accumulators const& accumulators, char* rows,
                             long long row_bytes, int row_bound, int column_bound) {
   store_accumulators<Element, Tile, Grid>(tile, accumulators);
-  __syncthreads();
+  sync_threads();
   store_rows<Tile, kThreads, kAlignment>(tile, rows, row_bytes, row_bound, column_bound);
 }
 

@@ -1,6 +1,7 @@
 // Two buffers in shared memory through which operands stream, one step of a product at a time.
 #pragma once
 
+#include <memeff/arch/barrier.cuh>
 #include <memeff/arch/copy.cuh>
 
 namespace memeff {
@@ -28,7 +29,7 @@ class StepRing {
     CUTE_NO_UNROLL
     for (int step = 0; step < steps; ++step) {
       wait_copies<0>();
-      __syncthreads();
+      sync_threads();
       uint32_t const buffer = current_;
       current_ = both_ - current_;
       if (step + 1 < steps) {

@@ -29,6 +29,7 @@
 // one; in every section it would take more than it saves.
 #pragma once
 
+#include <memeff/arch/barrier.cuh>
 #include <memeff/arch/copy.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/mask/block_mask.cuh>
@@ -143,6 +144,7 @@ class DqSemaphore {
   // Returns when the predecessor has added everything up to `position`.
   CUTE_DEVICE void wait(int position) {
     while (passed_ <= position) look();
+    random_sleep();
   }
 
  private:
@@ -175,9 +177,9 @@ class DqSemaphore {
 
   CUTE_DEVICE static int draw(BackwardParams const& params, int* scratch) {
     if (threadIdx.x == 0) *scratch = draw(params);
-    __syncthreads();
+    sync_threads();
     int const ticket = *scratch;
-    __syncthreads();
+    sync_threads();
     return ticket;
   }
 

@@ -4,6 +4,7 @@
 
 #include <cute/tensor_impl.hpp>
 
+#include <memeff/arch/barrier.cuh>
 #include <memeff/arch/copy.cuh>
 #include <memeff/collective/softmax/reference.cuh>
 
@@ -39,7 +40,7 @@ class BlockSoftmax {
       }
       share(r, quad_max(maximum));
     }
-    __syncthreads();
+    sync_threads();
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) {
       float maximum = shared_value(r, 0);
@@ -78,10 +79,10 @@ class BlockSoftmax {
   template <class Modifiers, class Write>
   CUTE_DEVICE void finish(float softmax_scale, float output_scale, int bound,
                           Modifiers const& modifiers, Write write) {
-    __syncthreads();  // every thread has read the maxima of the last step
+    sync_threads();  // every thread has read the maxima of the last step
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) share(r, quad_sum(row_sum_[r]));
-    __syncthreads();
+    sync_threads();
     if (!writes_rows()) return;
     CUTE_UNROLL
     for (int r = 0; r < kLaneRows; ++r) {

@@ -1,9 +1,11 @@
-// Named barriers, and barriers in shared memory (mbarriers).
+// Barriers of a CTA, named barriers, and barriers in shared memory (mbarriers).
 #pragma once
 
 #include <cute/config.hpp>
 
 namespace memeff {
+
+CUTE_DEVICE void sync_threads() { emulator::sync_threads(); }
 
 CUTE_DEVICE void named_barrier_sync(int barrier, int threads) {
   emulator::named_barrier(barrier, threads);
