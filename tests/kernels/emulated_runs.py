@@ -180,6 +180,26 @@ SM80 += [
     Run(ONE_TILE(H=96, bias="1NTS", **CAUSAL), arch="sm_86", seed=2),
     Run(ONE_TILE(H=128, soft_cap=2.0, segments=1, deterministic=True), arch="sm_86"),
 ]
+# The other GPUs with 99 KB. Those from sm_90 on add four floats at a time to sums in global memory.
+SMALL = functools.partial(Case, B=1, T=130, S=150, N=2, K=1)
+SM80 += [
+    Run(case, arch, seed)
+    for seed, case in enumerate(
+        (
+            SMALL(**CAUSAL),
+            SMALL(H=128, soft_cap=2.0, deterministic=True),
+            SMALL(B=2, bias="1NTS", dropout=0.2, **WINDOW),
+            SMALL(B=2, H=128, bias="111S", deterministic=True),
+            SMALL(H=256, **CAUSAL),
+            SMALL(B=2, dtype="float32", bias="1NTS", deterministic=True),
+        )
+    )
+    for arch in ("sm_89", "sm_120")
+]
+SM80 += [
+    Run(Case(B=1, T=5, S=700, N=4, K=1, H=128), arch, splits=True, gradients=False)
+    for arch in ("sm_89", "sm_120")
+]
 SM80 += [Run(case, seed=3, unattended=True) for case in MAPPED]
 SM90 = [
     *on_three_schedules(

@@ -94,6 +94,8 @@ EMULATED = [
     ),
     ("sm_86", dataclasses.replace(RAGGED, scales=("heads", "pages"), dims=(256, 256))),
     ("sm_75", dataclasses.replace(DECODE, scales=("heads", "pages"), dtype="float16")),
+    ("sm_89", dataclasses.replace(MIXED, dims=(128, 128))),
+    ("sm_120", dataclasses.replace(MIXED, dims=(128, 128))),
 ]
 
 # Tiles that a mask function leaves out, or whose elements it need not test: one and five tokens,
