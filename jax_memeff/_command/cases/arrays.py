@@ -119,6 +119,7 @@ class Arrays:
             scale=case.H**-0.5,
             soft_cap=case.soft_cap,
             bias=wide.get("bias"),
+            is_latent=case.latent,
             sinks=sinks,
             function=self._function(wide.get("captured")),
         )

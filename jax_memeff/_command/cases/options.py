@@ -38,7 +38,7 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
     "deterministic": ("padded", "packed"),
     "varlen": ("packed",),
     "page_size": ("paged",),
-    "latent": ("paged",),
+    "latent": ("padded", "packed", "paged"),
     "batch_invariant": ("paged",),
     "float8": (),
     "key_scale": (),

@@ -44,6 +44,8 @@ class Problem(NamedTuple):
     soft_cap: float | None = None
     bias: np.ndarray | None = None
     """Of rank 4, broadcasts to [B, N, T, S]; may be -inf."""
+    is_latent: bool = False
+    """Whether the values are the first columns of the keys, which then get their gradient."""
     sinks: np.ndarray | None = None
     """[B, N, T]; -inf for rows without one."""
     function: Function | None = None
@@ -189,6 +191,9 @@ def _gradients(problem: Problem, rows: _Rows, rounded: Rounding) -> Answer:
         "dkey": of_key_heads(rounded(dproduct.swapaxes(2, 3) @ rows.q)),
         "dvalue": dv,
     }
+    if problem.is_latent:
+        of_columns = found["dkey"][..., : dv.shape[-1]]
+        of_columns[...] = rounded(of_columns + found.pop("dvalue"))
     return Answer(found, scales)
 
 

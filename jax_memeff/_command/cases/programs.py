@@ -57,8 +57,7 @@ def complete(case: Case, implementation: Implementation) -> Program:
                     differentiable, (moving,), (directions,), has_aux=True
                 )
             return {**results, "out_tangent": tangents[0], "lse_tangent": tangents[1]}
-        moving = {name: arrays[name] for name in MOVING if name in arrays}
-        _, transpose, results = jax.vjp(differentiable, moving, has_aux=True)
+        _, transpose, results = jax.vjp(differentiable, _moving(case, arrays), has_aux=True)
         (gradients,) = transpose((arrays["dout"], arrays["dlse"]))
         return {**results, **{f"d{name}": gradient for name, gradient in gradients.items()}}
 
@@ -73,10 +72,10 @@ def trained(case: Case, implementation: Implementation, gradients: bool) -> Prog
     def run(arrays: Given) -> jax.Array:
         arguments = _arguments(case, arrays, implementation) | _of_training(case, arrays)
         return dot_product_attention(
-            arrays["query"], arrays["key"], arrays["value"], return_residual=False, **arguments
+            arrays["query"], arrays["key"], _value(case, arrays), return_residual=False, **arguments
         )
 
-    return _with_gradients(run) if gradients else lambda arrays: {"out": run(arrays)}
+    return _with_gradients(case, run) if gradients else lambda arrays: {"out": run(arrays)}
 
 
 def of_jax_nn(case: Case, implementation: Literal["cudnn", "xla"], gradients: bool) -> Program:
@@ -92,7 +91,8 @@ def of_jax_nn(case: Case, implementation: Literal["cudnn", "xla"], gradients: bo
             lengths["query_seq_lengths"] = arrays["query_lengths"]
             lengths["key_value_seq_lengths"] = arrays["key_lengths"]
         dim = max(case.H, case.value_dim)
-        query, key, value = (_with_dim(arrays[name], dim) for name in ("query", "key", "value"))
+        value = arrays["key"][..., : case.value_dim] if case.latent else arrays["value"]
+        query, key, value = (_with_dim(x, dim) for x in (arrays["query"], arrays["key"], value))
         out = jax.nn.dot_product_attention(
             query,
             key,
@@ -107,7 +107,7 @@ def of_jax_nn(case: Case, implementation: Literal["cudnn", "xla"], gradients: bo
         )
         return out[..., : case.value_dim]
 
-    return _with_gradients(run) if gradients else lambda arrays: {"out": run(arrays)}
+    return _with_gradients(case, run) if gradients else lambda arrays: {"out": run(arrays)}
 
 
 def jax_nn_lacks(case: Case) -> list[str]:
@@ -134,9 +134,15 @@ def jax_nn_can_run(case: Case) -> bool:
     return case.kind == "padded" and not is_replaced and not jax_nn_lacks(case)
 
 
-def _with_gradients(run: Callable[[Given], jax.Array]) -> Program:
+def _moving(case: Case, arrays: Given) -> Given:
+    """The arrays that have gradients: not the values of latent attention."""
+    shared = ("value",) if case.latent else ()
+    return {name: arrays[name] for name in MOVING if name in arrays and name not in shared}
+
+
+def _with_gradients(case: Case, run: Callable[[Given], jax.Array]) -> Program:
     def program(arrays: Given) -> dict[str, jax.Array]:
-        moving = {name: arrays[name] for name in MOVING if name in arrays}
+        moving = _moving(case, arrays)
         out, transpose = jax.vjp(lambda moving: run({**arrays, **moving}), moving)
         return {"out": out, **transpose(arrays["dout"])[0]}
 
@@ -188,7 +194,7 @@ def _padded(case: Case, arrays: Given, implementation: Implementation) -> tuple[
     return dot_product_attention(
         arrays["query"],
         arrays["key"],
-        arrays["value"],
+        _value(case, arrays),
         query_seq_lengths=arrays.get("query_lengths"),
         key_value_seq_lengths=arrays.get("key_lengths"),
         return_residual=True,
@@ -201,7 +207,7 @@ def _packed(case: Case, arrays: Given, implementation: Implementation) -> tuple[
     return varlen_attention(
         arrays["query"],
         arrays["key"],
-        arrays["value"],
+        _value(case, arrays),
         arrays["query_starts"],
         arrays["key_starts"],
         case.T,
@@ -215,14 +221,17 @@ def _paged(case: Case, arrays: Given, implementation: Implementation) -> tuple[j
     return paged_attention(
         arrays["query"],
         arrays["key"],
-        None if case.latent else arrays["value"],
+        _value(case, arrays),
         arrays["table"],
         arrays["key_lengths"],
-        value_dim=case.value_dim if case.latent else None,
         batch_invariant=case.batch_invariant,
         return_residual=True,
         **_arguments(case, arrays, implementation),
     )
+
+
+def _value(case: Case, arrays: Given) -> jax.Array | None:
+    return None if case.latent else arrays["value"]
 
 
 def _arguments(case: Case, arrays: Given, implementation: Implementation) -> dict[str, Any]:
@@ -241,6 +250,7 @@ def _arguments(case: Case, arrays: Given, implementation: Implementation) -> dic
     if (function := mask_function(case)) is not None:
         mask &= Mask.function(function)
     return {
+        "value_dim": case.value_dim if case.latent else None,
         "mask": mask,
         "is_causal": case.causal is not None if case.kind == "paged" else case.causal == "top_left",
         "local_window_size": case.window,

@@ -49,6 +49,7 @@ _FIRST = (
     Case(boolean="B1TS", T=201, S=77),
     Case(**_STEPS, N=16, K=1, H=576, Hv=512, page_size=64, latent=True),
     Case(**_STEPS, N=16, K=1, H=576, Hv=512, page_size=64, latent=True, keys=True),
+    Case(T=40, N=16, K=1, H=576, Hv=512, latent=True, keys=True),
     Case(keys=True, causal="top_left"),
     Case(mask_function="blocks", score_function="distances", H=128),
     Case(B=3, lengths=_LENGTHS, sinks=True, soft_cap=3.0),
