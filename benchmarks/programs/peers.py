@@ -22,12 +22,13 @@ class Peer:
 
     ``attention(cell)`` gives a function of ``inputs.Inputs`` (jax) or ``torch_programs.Tensors``
     (torch) that returns the output; it may import what it needs and raise where that is missing.
+    With ``return_residual=True`` those of ``OURS`` return a pair of the output and the logsumexp.
     """
 
     name: str
     label: str
     framework: Literal["jax", "torch"]
-    attention: Callable[[Cell], Callable[[Any], Any]]
+    attention: Callable[..., Callable[[Any], Any]]
     missing: Callable[[Cell], list[str]]
     """The features for which the peer has no argument; if there are none, the cell is tried."""
     dtype: str | None = None
@@ -47,15 +48,17 @@ def _memeff(
     implementation: Literal["cuda", "xla"],
     deterministic: bool = False,
     with_function: bool = True,
+    return_residual: bool = False,
 ):
     import jax_memeff
 
     if cell.sequences is not None:
         starts, longest = _starts(cell.sequences), max(cell.sequences)
+        residual: dict[str, Any] = {"return_residual": return_residual}
 
         def varlen(inputs):
             tokens = (inputs.query[0], inputs.key[0], inputs.value[0])
-            return jax_memeff.varlen_attention(
+            packed = jax_memeff.varlen_attention(
                 *tokens,
                 starts,
                 starts,
@@ -64,7 +67,9 @@ def _memeff(
                 is_causal=cell.causal,
                 deterministic_backward=deterministic,
                 implementation=implementation,
-            )[None]
+                **residual,
+            )
+            return jax.tree.map(lambda x: x[None], packed)
 
         return varlen
 
@@ -89,6 +94,7 @@ def _memeff(
             dropout_rate=cell.dropout,
             dropout_key=inputs.dropout_key,
             deterministic_backward=deterministic,
+            return_residual=return_residual,
             implementation=implementation,
             **arguments,
         )

@@ -436,10 +436,53 @@ def test_errors_of_peers_compared_with_float64(modules):
     for cell in precision.cells([16], [96], ["float32"]):
         records = precision.measure(cell, selected)
         assert "has no scale" in records["pallas_mgpu"]["error"]
+        assert list(records["memeff_xla"]) == ["out", "dq", "dk", "dv", "lse"]
+        assert list(records["jax_xla"]) == ["out", "dq", "dk", "dv"]
         for name in ("memeff_xla", "jax_xla"):
-            assert list(records[name]) == ["out", "dq", "dk", "dv"]
-            for error in records[name].values():
-                assert 0 < error["frobenius"] < 5e-6 and 0 < error["largest"] < 1e-4
+            assert_small(records[name])
+
+
+def assert_small(record):
+    for error in record.values():
+        assert 0 < error["frobenius"] < 5e-6 and 0 < error["largest"] < 1e-4
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize("feature", ["bias", "dropout", "groups", "packed"])
+def test_errors_of_cells_with_a_feature(modules, feature):
+    precision, peers = modules("precision"), modules("programs.peers")
+    cell = precision.cells([], [96], ["float32"], [feature])[0]
+    record = precision.measure(cell, peers.peers("memeff_xla"))["memeff_xla"]
+    assert ("dbias" in record) == (feature == "bias")
+    assert_small(record)
+
+
+def test_the_command_compares_errors_with_those_of_another_file(
+    modules, monkeypatch, capsys, tmp_path
+):
+    precision, path = modules("precision"), tmp_path / "today.json"
+    for name in ("JAX_MEMEFF_ARCHS", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+        monkeypatch.setenv(name, "")  # the command sets it
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["precision.py", *map(str, words)])
+        precision.main()
+        return capsys.readouterr().out
+
+    sizes = ("--head-dims", 16, "--lengths", 96, "--dtypes", "float32")
+    run("--peers", "memeff_xla", *sizes, "--arch", "compute_80", "--output", path)
+    document = json.loads(path.read_text())
+    assert document["arch"] == os.environ["JAX_MEMEFF_ARCHS"] == "compute_80"
+    full, causal = (cell["results"]["memeff_xla"] for cell in document["precision"])
+    full["dq"]["frobenius"] /= 2
+    causal["lse"]["frobenius"] *= 2
+    (other := tmp_path / "other.json").write_text(json.dumps(document))
+    table = run("--compare", path, other)
+    assert table.count("**") == 2
+    assert "The largest ratio is 2.000, that of dq in hd16 B1 N4 T96 float32." in table
+    full["error"] = "fails"
+    other.write_text(json.dumps(document))
+    assert "Larger by more than 1 %: 2 of 6 errors" in run("--compare", other, path)
 
 
 @pytest.mark.quick
