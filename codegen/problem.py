@@ -66,7 +66,7 @@ class Problem:
         for name in asked:
             expect_one_of("features", name, registry.BY_NAME)
         if asked.get("keys"):
-            asked |= registry.read_as_pages(asked)
+            asked |= registry.without_lists(asked, self.direction)
         for feature in registry.FEATURES:
             feature.check(asked.setdefault(feature.name, feature.off))
         values = tuple((feature.name, asked[feature.name]) for feature in registry.FEATURES)

@@ -291,8 +291,11 @@ def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
     if options.all:
         raise ValueError("expected features of one problem, or --all for every kernel, not both")
     problems = dict.fromkeys((_problem(options, arch, "forward", sums_gradients=False),))
-    # Paged calls have no gradient, and lists of keys a kernel for that of latent values only.
-    if not options.page_size and (options.latent or not options.keys):
+    if options.keys and not (options.latent or options.page_size):
+        # The sizes of a call decide whether its kernel gathers keys or reads bits.
+        in_bits = argparse.Namespace(**{**vars(options), "keys": False, "boolean": True})
+        problems[_problem(in_bits, arch, "forward", sums_gradients=False)] = None
+    if not options.page_size:  # paged calls have no gradient
         for sums in (False, True):
             problems[_problem(options, arch, "backward", sums_gradients=sums)] = None
     found = dict.fromkeys(spec for problem in problems for spec in select.select_all(problem))

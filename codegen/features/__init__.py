@@ -49,8 +49,8 @@ __all__ = [
     "CompiledBias",
     "Feature",
     "operands",
-    "read_as_pages",
     "together",
+    "without_lists",
 ]
 
 PACKED = Flag(
@@ -119,13 +119,18 @@ def together() -> dict[str, Any]:
     return {feature.name: feature.together for feature in FEATURES}
 
 
-def read_as_pages(asked: Mapping[str, Any]) -> dict[str, Any]:
+def without_lists(asked: Mapping[str, Any], direction: str) -> dict[str, Any]:
     """What lists of keys turn a call into: packed sequences in pages of one key, without the masks,
-    which are applied to the lists.
+    which are applied to the lists; or, where kernels need the positions of keys and in backwards of
+    separate values, a boolean mask.
     """
-    pages = asked.get(PAGES.name, PAGES.off)._replace(size=1)
+    pages = asked.get(PAGES.name, PAGES.off)
+    in_bits = direction == "backward" and not pages.is_latent
+    if in_bits or any(asked.get(each.name, each.off) != each.off for each in (BIAS, DROPOUT)):
+        return {BOOLEAN.name: True}
     masks = (MASK, LENGTHS, SEGMENTS, BOOLEAN)
-    return {PACKED.name: True, PAGES.name: pages, **{each.name: each.off for each in masks}}
+    off = {each.name: each.off for each in masks}
+    return {PACKED.name: True, PAGES.name: pages._replace(size=1), **off}
 
 
 NUMBERS = tuple(name for feature in FEATURES for name in feature.numbers)

@@ -210,11 +210,12 @@ BOOLEAN = Flag(
     operands=(
         Operand(
             "boolean",
-            "B~ N? T? S?",
+            "B~ N? T? words",
             places=("mask.booleans.*",),
             array_dims="B? N? T? S?",
             placement="like query or replicated",
         ),
+        Operand("bits", "B~ N? T words", "1 N? query_tokens words", places=("mask.bits",)),
     ),
     per_head=True,
     has_block_mask=True,

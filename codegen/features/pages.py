@@ -222,13 +222,7 @@ class Pages(Feature[AskedPages, CompiledPages]):
     def family_reasons(self, problem: ProblemLike) -> list[str]:
         asked, reasons = problem[self], []
         is_latent_list = asked.size == 1 and asked.is_latent and problem.direction == "backward"
-        if problem[KEYS]:
-            if problem.direction == "backward" and not asked.is_latent:
-                reasons.append(
-                    "lists of keys (Mask.keys) have a backward kernel on Hopper if the values are "
-                    "columns of the keys (value_dim); otherwise it is computed in plain JAX"
-                )
-        elif asked.size and problem.direction != "forward" and not is_latent_list:
+        if asked.size and problem.direction != "forward" and not (is_latent_list or problem[KEYS]):
             reasons.append("paged keys have no gradient: call varlen_attention")
         if asked.is_latent and asked.dtype == "query" and problem.dtype not in ("f16", "bf16"):
             reasons.append(

@@ -142,6 +142,22 @@ ScoreView Buffers::scores(std::string_view name, int alignment) const {
           broadcast_of(*array, type.sizes[0])};
 }
 
+BitView Buffers::bits() const {
+  const Array* const of_tokens = call_.find("boolean_of_tokens");
+  const Array* const array = of_tokens != nullptr ? of_tokens : call_.find("boolean");
+  if (array == nullptr) return {};
+  require_rank_4(*array);
+  const ArrayType& type = array->type;
+  void* const start = data(*array);
+  require_alignment(*array, start, sizeof(unsigned));
+  return {static_cast<const unsigned*>(start),
+          stride_of(type, 0),
+          stride_of(type, 1),
+          stride_of(type, 2),
+          of_tokens != nullptr,
+          broadcast_of(*array, type.sizes[0])};
+}
+
 ArrayView Buffers::captured(const CapturedArray& captured) const {
   const Array* const array = at(captured.array);
   ArrayView view = {};

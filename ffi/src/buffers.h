@@ -34,6 +34,9 @@ class Buffers {
   // bytes; null if the call has no array of this name.
   ScoreView scores(std::string_view name, int alignment = 1) const;
 
+  // The boolean mask, of the scores or of tokens; null if the call has none.
+  BitView bits() const;
+
   // An array of a feature.
   ArrayView captured(const CapturedArray& captured) const;
 

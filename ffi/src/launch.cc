@@ -75,7 +75,7 @@ MaskParams mask_of(const Call& call, const Buffers& buffers) {
   mask.key_segments = buffers.start<int>("key_segments");
   const Array* const segments = call.find("query_segments");
   if (segments != nullptr && segments->type.rank == 3) mask.segment_pairs = segments->type.sizes[1];
-  mask.boolean = buffers.scores("boolean");
+  mask.boolean = buffers.bits();
   return mask;
 }
 

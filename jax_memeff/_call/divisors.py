@@ -127,10 +127,12 @@ def of_booleans(mask: Mask, divisors: Divisors) -> tuple[int, ...]:
 
 
 def combined(mask: Mask, divisors: Divisors, batch: int) -> tuple[int, int]:
-    """Batch indices and divisor of the conjunction of the boolean masks.
+    """Batch indices and divisor of the conjunction of the boolean masks, or of their bits.
 
     If masks that are not broadcast have different divisors, the conjunction has the whole batch.
     """
+    if mask.bits is not None:
+        return mask.bits.shape[0], divisors["mask.bits"]
     pairs = zip(mask.booleans, of_booleans(mask, divisors), strict=True)
     different = {(x.shape[0], divisor) for x, divisor in pairs if x.shape[0] != 1}
     if not different:

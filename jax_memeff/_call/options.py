@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import jax
+
 from jax_memeff._call.scaling import Scaling
 from jax_memeff.codegen.functions.program import Program
 
@@ -51,6 +53,7 @@ class Divisors:
         )
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The static part of a call: hashable, and a parameter of the primitives."""

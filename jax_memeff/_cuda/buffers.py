@@ -27,8 +27,8 @@ from jax_memeff._call.operands import (
     in_table_order,
 )
 from jax_memeff._call.options import Divisors, Options
+from jax_memeff._cuda import bits, functions
 from jax_memeff._cuda import block_mask as block_masks
-from jax_memeff._cuda import functions
 from jax_memeff._cuda.problem import sizes_of
 from jax_memeff.codegen import gpu
 from jax_memeff.codegen.launch import BlockMask, Workspace
@@ -80,8 +80,12 @@ def operand_buffers(
             continue
         if name in replaced:
             buffers.append(replaced[name])
+        elif name == "bits":
+            of_tokens = getattr(avals, "sequences", None) is not None
+            name = "boolean_of_tokens" if of_tokens else "boolean"
+            buffers.append(Buffer(name, *types, *arrays))
         elif name == "boolean":
-            buffers.append(computed(ctx, name, _conjunction(avals, options), types, arrays))
+            buffers.append(computed(ctx, name, _boolean_words(avals, options), types, arrays))
         elif name in ("query_segments", "key_segments"):
             buffers.append(computed(ctx, name, lambda *ids: jnp.stack(ids, 1), types, arrays))
         elif name in ("query_position", "key_position", *bounds.values()):
@@ -95,8 +99,8 @@ def operand_buffers(
         else:
             buffers.append(Buffer(name, *types, *arrays))
     if has_functions:
-        bits = functions.literals(separate(avals), options)
-        buffers.append(constant(ctx, "function_literals", np.asarray(bits)))
+        literals = functions.literals(separate(avals), options)
+        buffers.append(constant(ctx, "function_literals", np.asarray(literals)))
     return buffers
 
 
@@ -106,14 +110,15 @@ def buffer_name(item: Item, bounds: Mapping[str, str]) -> str:
     return f"{name}{last}" if name.endswith("captured") else bounds.get(item.name, name)
 
 
-def _conjunction(avals: Any, options: Options) -> Callable[..., jax.Array]:
-    """A single boolean mask unchanged, or the "and" of several, broadcast to a common shape."""
+def _boolean_words(avals: Any, options: Options) -> Callable[..., jax.Array]:
+    """The "and" of boolean masks, broadcast to a common shape except for columns, in bits."""
 
-    def conjunction(*booleans: Any) -> Any:
+    def words(*booleans: Any) -> Any:
         mask = dataclasses.replace(avals.mask, booleans=booleans)
-        return divisors.conjunction(mask, options.divisors, batch_of(avals))[0]
+        boolean, _ = divisors.conjunction(mask, options.divisors, batch_of(avals))
+        return bits.words_of(boolean, separate(avals).scores_shape[3])
 
-    return conjunction
+    return words
 
 
 def block_mask_buffers(

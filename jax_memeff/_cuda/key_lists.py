@@ -8,7 +8,7 @@ each head of a key a page.
 Kernels see the places of keys in a list, not their positions. Whatever removes elements (windows,
 lengths, masks) is therefore applied to the lists before the kernel runs: the entry becomes a page
 that does not exist, which kernels mask and never read. A call with anything else that depends on
-positions has no kernel.
+positions takes its lists in bits (``bits.py``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from jax_memeff._call.offsets import Position
 from jax_memeff._call.operands import FunctionState, Operands, QkvPackedOperands, is_packed
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._call.sequences import INVARIANT_COLUMNS, Pages, Sequences, sequence_of_tokens
-from jax_memeff.errors import UnsupportedError
 
 
 def gradients_in_pages(needs_grad: NeedsGrad | None) -> NeedsGrad | None:
@@ -49,30 +48,26 @@ def gradients_in_pages(needs_grad: NeedsGrad | None) -> NeedsGrad | None:
     return NeedsGrad(needs_grad.query, needs_grad.key, needs_grad.value, bias=False)
 
 
-def options_in_pages(options: Options) -> Options:
-    """The options of the call that :func:`in_pages` returns."""
-    return dataclasses.replace(options, latent_dim=None, divisors=Divisors(), batch_axes=())
-
-
 def in_pages(
     given: Operands | QkvPackedOperands,
     options: Options,
     copies_values: bool,
     is_backward: bool = False,
-) -> Operands:
+) -> tuple[Operands, Options]:
     """The call with pages that computes a call with lists.
 
     Its tokens are those of the call in the same order, once for each list of a token, and its heads
     are those that share a list: results have the same elements in the same order.
 
     Args:
-        given: operands with lists that :func:`require_no_positions` accepts.
+        given: operands with lists, without anything that :func:`needed_positions` names.
         options: those of the call with lists.
         copies_values: whether values that are columns of the keys are copied to a pool of their
             own, for kernels that need one.
         is_backward: whether the keys need a gradient for each batch index. The sinks are then left
             out, because the logsumexp contains them.
     """
+    own_options = dataclasses.replace(options, latent_dim=None, divisors=Divisors(), batch_axes=())
     latent_dim = options.latent_dim
     if copies_values or latent_dim is None:
         given, options = with_values(given, options)
@@ -116,7 +111,7 @@ def in_pages(
         )
     key, value = _pools(given, options, heads)
     starts = jnp.arange(batch + 1, dtype=jnp.int32)
-    return Operands(
+    operands = Operands(
         query=given.query.reshape(1, batch, -1, given.query.shape[3]),
         key=key,
         value=value,
@@ -130,14 +125,11 @@ def in_pages(
         captured=given.captured,
         pages=own_pages,
     )
+    return operands, own_options
 
 
-def require_no_positions(types: Any, options: Options) -> None:
-    """Raise for a call whose kernels would have to know the position of each key.
-
-    Raises:
-        UnsupportedError: names what needs positions.
-    """
+def needed_positions(types: Any, options: Options) -> list[str]:
+    """What a call has for which kernels would have to know the position of each key."""
     mask, pages = types.mask, getattr(types, "pages", None)
     have_own_lists = mask.key_lists[0].indices.shape[2 if is_packed(types) else 1] != 1
     needs = {
@@ -163,14 +155,7 @@ def require_no_positions(types: Any, options: Options) -> None:
         scales = [x for x in (pages.key_scale, pages.value_scale) if x is not None]
         needs["scales for each page"] = any(x.shape[1] != 1 for x in scales)
         needs["scales, if key heads have lists of their own"] = have_own_lists and bool(scales)
-    if refused := [name for name, is_needed in needs.items() if is_needed]:
-        raise UnsupportedError(
-            [
-                "kernels read lists of keys (Mask.keys) without the positions of keys, so they "
-                f"cannot have: {'; '.join(refused)}",
-                "pass implementation='xla'",
-            ]
-        )
+    return [name for name, is_needed in needs.items() if is_needed]
 
 
 class _Tokens(NamedTuple):

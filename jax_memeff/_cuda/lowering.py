@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jax_memeff._blockwise import derivatives as blockwise
-from jax_memeff._call import sinks
+from jax_memeff._call import divisors, sinks
 from jax_memeff._call.gradients import (
     NeedsGrad,
     array_of,
@@ -30,7 +30,6 @@ from jax_memeff._cuda import (
     buffers,
     fixed_point_sums,
     functions,
-    key_lists,
     paged_calls,
     selection,
 )
@@ -49,19 +48,21 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
 
 
 def _lower_lists(ctx: mlir.LoweringRuleContext, *values: Any, types: Any, options: Options):
-    """A call with lists of keys, as one with pages."""
-    convert, paged, paged_options = selection.in_pages(types, options, None)
+    """A call with lists of keys, as one without."""
+    other = selection.without_lists(types, options, None)
     structure = jax.tree.structure(types)
     context, operands = _lowered(
-        ctx, lambda *leaves: convert(jax.tree.unflatten(structure, leaves)), values
+        ctx, lambda *leaves: other.convert(jax.tree.unflatten(structure, leaves))[0], values
     )
-    rows = paged.query.shape[:3]
-    shapes = [(*rows, paged.value_dim), *[rows] * (len(ctx.avals_out) - 1)]
+    own = jax.tree.unflatten(jax.tree.structure(operands), context.avals_in)
+    if not other.in_pages:
+        return _lower_parts(context, own, operands, other.options)
+    rows = other.operands.query.shape[:3]
+    shapes = [(*rows, other.operands.value_dim), *[rows] * (len(ctx.avals_out) - 1)]
     results = [
         ShapedArray(shape, aval.dtype) for shape, aval in zip(shapes, ctx.avals_out, strict=True)
     ]
-    own = jax.tree.unflatten(jax.tree.structure(operands), context.avals_in)
-    outputs = _lower_parts(context.replace(avals_out=results), own, operands, paged_options)
+    outputs = _lower_parts(context.replace(avals_out=results), own, operands, other.options)
     shapes = [aval.shape for aval in ctx.avals_out]
     _, reshaped = _lowered(
         ctx.replace(avals_in=results),
@@ -169,6 +170,14 @@ def lower_backward(
         if selection.kernels_of_primitive(ctx.avals_in, **static):
             return _lower_gradients_of_lists(ctx, *leaves, **static)
         return mlir.lower_fun(in_jax, multiple_results=True)(ctx, *leaves)
+    return _lower_gradients(ctx, *leaves, tree=tree, options=options, needs_grad=needs_grad)
+
+
+def _lower_gradients(
+    ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, options: Options, needs_grad: NeedsGrad
+):
+    """The gradients from kernels, and those of captured arrays that XLA computes."""
+    types = jax.tree.unflatten(tree, ctx.avals_in)[0]
     names = gradients_needed(types, needs_grad)
     avals = dict(zip(names, ctx.avals_out, strict=True))
     summed = functions.gradients_in_kernels(buffers.separate(types), options, needs_grad)
@@ -194,29 +203,33 @@ def lower_backward(
 def _lower_gradients_of_lists(
     ctx: mlir.LoweringRuleContext, *leaves: Any, tree: Any, options: Options, needs_grad: NeedsGrad
 ):
-    """The gradients of a call with lists of keys, from kernels for the call with pages."""
+    """The gradients of a call with lists of keys, from kernels for the call without."""
     types = jax.tree.unflatten(tree, ctx.avals_in)[0]
-    convert, paged, paged_options = selection.in_pages(types, options, needs_grad)
-    rows = paged.query.shape[:3]
+    other = selection.without_lists(types, options, needs_grad)
+    assert other.needs_grad is not None
 
-    def in_pages(*leaves: jax.Array) -> Any:
+    def converted(*leaves: jax.Array) -> Any:
         operands, *of_rows = jax.tree.unflatten(tree, leaves)
-        # [B, T, N, ...] has its elements in the order of [1, B * T * lists, heads of a list, ...].
-        of_rows = [None if x is None else x.reshape(*rows, *x.shape[3:]) for x in of_rows]
-        return convert(operands), *of_rows
+        if other.in_pages:
+            # [B, T, N, ...] has its elements in the order of [1, B * T * lists, heads of a list,
+            # ...].
+            rows = other.operands.query.shape[:3]
+            of_rows = [None if x is None else x.reshape(*rows, *x.shape[3:]) for x in of_rows]
+        return other.convert(operands)[0], *of_rows
 
-    context, values = _lowered(ctx, in_pages, leaves)
-    own = key_lists.gradients_in_pages(needs_grad)
-    assert own is not None
-    own_names = gradients_needed(paged, own)
-    own_types = [array_of(paged, name) for name in own_names]
-    context = context.replace(avals_out=[ShapedArray(x.shape, x.dtype) for x in own_types])
-    of_kernels = _lower_kernels(
-        context,
+    context, values = _lowered(ctx, converted, leaves)
+    own_names = gradients_needed(other.operands, other.needs_grad)
+    own_types = []
+    for name in own_names:
+        array = array_of(other.operands, name)
+        own = divisors.gradient_shape(name, array.shape, other.operands, other.options.divisors)
+        own_types.append(ShapedArray(own, array.dtype))
+    of_kernels = _lower_gradients(
+        context.replace(avals_out=own_types),
         *jax.tree.leaves(values),
         tree=jax.tree.structure(values),
-        options=paged_options,
-        needs_grad=own,
+        options=other.options,
+        needs_grad=other.needs_grad,
     )
     names = gradients_needed(types, needs_grad)
     shapes = [aval.shape for aval in ctx.avals_out]
@@ -224,12 +237,17 @@ def _lower_gradients_of_lists(
     def finished(*arrays: jax.Array) -> list[jax.Array]:
         operands, out, lse, dout, dlse = jax.tree.unflatten(tree, arrays[: len(leaves)])
         gradients = dict(zip(own_names, arrays[len(leaves) :], strict=True))
-        if "sinks" in names:
+        if "sinks" in names and "sinks" not in gradients:
             delta = sinks.delta(out, dout, dlse)
             gradients["sinks"] = sinks.gradient(operands, options, lse, delta)
+        if "value" in gradients and "value" not in names:
+            # Values that are columns of the keys.
+            of_values = gradients.pop("value")
+            key = gradients["key"]
+            gradients["key"] = key.at[..., : of_values.shape[3]].add(of_values)
         return [gradients[name].reshape(x) for name, x in zip(names, shapes, strict=True)]
 
-    every = ctx.replace(avals_in=[*ctx.avals_in, *context.avals_out])
+    every = ctx.replace(avals_in=[*ctx.avals_in, *own_types])
     return _lowered(every, finished, [*leaves, *of_kernels])[1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,7 +15,7 @@ from jax_memeff._call.operands import Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.values import require_static
-from jax_memeff._cuda import buffers, key_lists, paged_calls
+from jax_memeff._cuda import bits, buffers, key_lists, paged_calls
 from jax_memeff._cuda.problem import KernelCall, problem_of, sizes_of
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import gpu
@@ -34,44 +34,77 @@ def kernels(
 ) -> dict[str, KernelSpec]:
     """The kernel for each architecture, by default for those that the program may run on."""
     if avals.mask.key_lists and not is_tangent:
-        _, avals, options = in_pages(avals, options, needs_grad, archs)
-        needs_grad = key_lists.gradients_in_pages(needs_grad)
+        _, avals, options, needs_grad, _ = without_lists(avals, options, needs_grad, archs)
+        avals = buffers.separate(avals)
     _require_static(avals)
     _require_lengths(avals)
     call = KernelCall(avals, options, needs_grad, is_tangent)
     return {arch: on_architecture(call, arch) for arch in archs or _architectures()}
 
 
-def in_pages(
+class WithoutLists(NamedTuple):
+    """A call without lists of keys that computes one with lists."""
+
+    convert: Callable[[Any], tuple[Any, Options]]
+    """From the operands with lists to those without, and the options."""
+    operands: Any
+    """Their types."""
+    options: Options
+    needs_grad: NeedsGrad | None
+    """The gradients that kernels compute."""
+    in_pages: bool
+    """Whether keys are gathered (``key_lists.py``). If not, lists are bits (``bits.py``)."""
+
+
+def without_lists(
     types: Any, options: Options, needs_grad: NeedsGrad | None, archs: Sequence[str] = ()
-) -> tuple[Callable[[Any], Operands], Operands, Options]:
-    """How a call with lists of keys becomes one with pages: the function of its operands, and the
-    types of operands and the options of the call with pages.
+) -> WithoutLists:
+    """The faster way, among those that kernels have, to compute a call with lists of keys.
 
     Raises:
-        UnsupportedError: kernels would need the positions of keys.
+        UnsupportedError: a backward is faster in plain JAX.
     """
-    _require_static(buffers.separate(types))
-    key_lists.require_no_positions(types, options)
-    own_options = key_lists.options_in_pages(options)
+    separate = buffers.separate(types)
+    _require_static(separate)
+    needs, is_backward = key_lists.needed_positions(types, options), needs_grad is not None
+    if bits.is_faster(separate, options, is_backward) or (needs and not is_backward):
+        return _in_bits(types, options, needs_grad)
+    if needs:
+        raise UnsupportedError([f"kernels that gather keys have no {'; '.join(needs)}"])
+    return _in_pages(types, options, needs_grad, archs)
 
-    def converted(copies_values: bool) -> tuple[Callable[[Any], Operands], Operands]:
+
+def _in_bits(types: Any, options: Options, needs_grad: NeedsGrad | None) -> WithoutLists:
+    convert = functools.partial(bits.in_bits, options=options)
+    if needs_grad is not None and options.latent_dim is not None:
+        needs_grad = needs_grad._replace(value=needs_grad.key)
+    operands, own = jax.eval_shape(convert, types)
+    return WithoutLists(convert, operands, own, needs_grad, in_pages=False)
+
+
+def _in_pages(
+    types: Any, options: Options, needs_grad: NeedsGrad | None, archs: Sequence[str]
+) -> WithoutLists:
+    own = key_lists.gradients_in_pages(needs_grad)
+
+    def converted(copies_values: bool) -> WithoutLists:
         convert = functools.partial(
             key_lists.in_pages,
             options=options,
             copies_values=copies_values,
             is_backward=needs_grad is not None,
         )
-        return convert, jax.eval_shape(convert, types)
+        operands, own_options = jax.eval_shape(convert, types)
+        return WithoutLists(convert, operands, own_options, own, in_pages=True)
 
-    convert, paged = converted(copies_values=False)
+    found = converted(copies_values=False)
     if options.latent_dim is not None and needs_grad is None:
         try:
-            kernels(paged, own_options, None, archs)
+            kernels(found.operands, found.options, None, archs)
         except UnsupportedError:
             # As in calls without lists, which copy the values.
-            convert, paged = converted(copies_values=True)
-    return convert, paged, own_options
+            found = converted(copies_values=True)
+    return found
 
 
 def kernels_of_primitive(
@@ -92,12 +125,15 @@ def kernels_of_primitive(
         UnsupportedError: as the lowering would.
     """
     operands = jax.tree.unflatten(tree, avals)
-    types = buffers.separate(operands if needs_grad is None else operands[0])
-    parts = paged_calls.parts_of(types)
+    types = operands if needs_grad is None else operands[0]
+    is_optional = needs_grad is not None and bool(types.mask.key_lists)
     try:
+        if types.mask.key_lists:
+            _, types, options, needs_grad, _ = without_lists(types, options, needs_grad, archs)
+        parts = paged_calls.parts_of(buffers.separate(types))
         return [kernels(part.types, options, needs_grad, archs) for part in parts]
     except UnsupportedError:
-        if needs_grad is not None and types.mask.key_lists:
+        if is_optional:
             return []
         raise
 

@@ -181,12 +181,13 @@ def test_dtypes_have_their_names_in_jax_too(capsys):
     assert "kernels,explain,build}" in capsys.readouterr().err
 
 
-def test_explain_takes_lists_of_keys_as_pages_of_one_key(capsys):
+def test_explain_takes_lists_of_keys_as_pages_of_one_key_or_as_bits(capsys):
     base = "explain", "--dtype", "bf16", "--head-dim", "128", "--arch", "sm_90a"
     status, out = run(capsys, *base, "--keys", "--causal")
     assert not status and "fmha_fwd_bf16_d128_128x128_varlen_pages1_sm90" in out
-    status, out = run(capsys, *base, "--keys", "--direction", "backward")
-    assert status and "otherwise it is computed in plain JAX" in out
+    for given in (("--direction", "backward"), ("--bias", "16")):
+        status, out = run(capsys, *base, "--keys", *given)
+        assert not status and "_boolean_" in out and "_pages1_" not in out
     latent = "--keys", "--latent", "--value-dim", "512", "--direction", "backward"
     status, out = run(capsys, *base[:4], "576", *base[5:], *latent)
     assert not status and "_latent_varlen_pages1_" in out
@@ -286,8 +287,18 @@ def test_build_prints_resources_and_is_not_fooled_by_failures(capsys, monkeypatc
     assert f"\n{specs[1].name}, sm_80: (C7510) Potential Performance Loss\n" in out
 
 
-@pytest.mark.parametrize("kinds", [{"fwd", "bwd"}, {"fwd"}], ids=["latent", "keys"])
-def test_build_compiles_the_kernels_of_lists_of_keys(kinds, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("dims", "kinds"),
+    [
+        (
+            ("576", "--value-dim", "512", "--latent"),
+            {("fwd", "pages1"), ("bwd", "pages1")},
+        ),
+        (("64",), {("fwd", "pages1"), ("fwd", "boolean"), ("bwd", "boolean")}),
+    ],
+    ids=["latent", "keys"],
+)
+def test_build_compiles_the_kernels_of_lists_of_keys(dims, kinds, capsys, monkeypatch):
     built = []
 
     def compile_many(jobs, on_done):
@@ -299,14 +310,12 @@ def test_build_compiles_the_kernels_of_lists_of_keys(kinds, capsys, monkeypatch)
             on_done(spec, arch, compiled)
 
     monkeypatch.setattr(cli, "compile_many", compile_many)
-    dims = "576", "--value-dim", "512", "--latent"
-    chosen = dims if "bwd" in kinds else dims[:1]
     code, _ = run(
-        capsys, "build", "--dtype", "bf16", "--keys", "--arch", "sm_90a", "--head-dim", *chosen
+        capsys, "build", "--dtype", "bf16", "--keys", "--arch", "sm_90a", "--head-dim", *dims
     )
     assert code == 0
-    assert {name.split("_")[1] for name in built} == kinds
-    assert all("_pages1_" in name for name in built)
+    ways = "pages1", "boolean"
+    assert {(name.split("_")[1], *(x for x in ways if f"_{x}_" in name)) for name in built} == kinds
 
 
 @pytest.mark.parametrize("columns", [80, 20])

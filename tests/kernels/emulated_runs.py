@@ -14,7 +14,6 @@ import test_kernels
 from attention_case import Case, passed
 from kernel_cases import BOTTOM_RIGHT, CAUSAL, SHARED_KEYS, WINDOW
 
-from jax_memeff._cuda import selection
 from jax_memeff.codegen.spec import KernelSpec
 
 
@@ -49,11 +48,12 @@ class Run:
         time.
         """
         operands, _, _ = passed(self.case, *self.case.arrays(None))
-        has_backward = self.gradients and not self.case.keys  # that of lists is plain JAX
-        directions = (None, self.case.needs_grad) if has_backward else (None,)
+        directions = (None, self.case.needs_grad) if self.gradients else (None,)
         with pytest.MonkeyPatch.context() as patch, self.strategy():
             patch.setenv("JAX_MEMEFF_ARCHS", self.arch)
-            found = [selection.kernels(operands, self.case.options, needs) for needs in directions]
+            found = [
+                test_kernels.kernels_of(operands, self.case.options, needs) for needs in directions
+            ]
         return [spec for specs in found for spec in specs.values()]
 
 
@@ -83,7 +83,8 @@ MAPPED = (
     Case(T=400, S=530, N=4, K=2, lengths=((400, 530), (77, 390)), **IN_TILES, **BOTTOM_RIGHT),
     Case(T=300, S=390, N=3, K=1, boolean=("BN1S", "1NT1"), block=128, bias="BNTS", dropout=0.2),
 )
-SHARED = (*SHARED_KEYS, ("bias", 3, 1), ("boolean", 2, 3))
+# Batch indices whose gradients are summed read the same bias.
+SHARED = (*SHARED_KEYS, ("bias", 3, 2), ("boolean", 2, 3))
 SUMMED = functools.partial(Case, B=6, shared=SHARED, bias_gradient=2)
 PACKED = ((300, 700), (77, 33), (0, 150))
 LONG_PACKED = ((600, 570), (600, 60), (500, 0))
@@ -464,9 +465,36 @@ LISTS = [
         for arch in ("sm_80", "sm_90a")
     )
 ]
+# With anything that depends on the positions of keys, and in backwards, lists are bits.
+BITS = [
+    Run(case, arch, seed, 3)
+    for seed, (arch, case) in enumerate(
+        (
+            ("sm_90a", LISTED(T=70, S=150, keys=("BKT", 40), bias="1NTS", dropout=0.2)),
+            ("sm_80", LISTED(T=70, S=150, keys=("1KT", 9), deterministic=True, **CAUSAL)),
+            ("sm_90a", LISTED(T=130, H=128, keys=("11T", 33), boolean=("B1TS", "1N1S"))),
+            ("sm_80", LISTED(keys=("B1T", 80), dropout=0.2, **LISTED_PACKED, **WINDOW)),
+            ("sm_90a", LISTED(bias="BN1S", boolean=("B1TS",), sinks=True, **LISTED_PACKED)),
+            (
+                "sm_90a",
+                LISTED(T=130, keys=("B1T", 33), position=((9, 0, 64), (0, 16, 32)), **CAUSAL),
+            ),
+            ("sm_80", LISTED(projections=True, K=4, S=13, dropout=0.2, segments=1)),
+            ("sm_90a", LISTED(N=2, H=264, keys=("1KT", 33), bias="111S")),
+            ("sm_90a", LISTED(dtype="float32", keys=("BKT", 70), bias="BNT1", row_maxima=True)),
+            (
+                "sm_90a",
+                LISTED(
+                    B=6, T=70, K=1, shared=(("key", 2, 3), ("boolean", 2, 3)), boolean=("B1TS",)
+                ),
+            ),
+        )
+    )
+]
 LISTS += [Run(LISTED(projections=True, K=4, S=13, sinks=True, **CAUSAL), "sm_80", splits=True)]
 RUNS = (
     LISTS
+    + BITS
     + SM80
     + SM90
     + CONSUMER_GROUPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -28,9 +29,10 @@ from jax_memeff._call.operands import QkvPackedOperands
 from jax_memeff._cuda import selection
 from jax_memeff._op import primitives, vjp
 from jax_memeff.codegen import strategy
+from jax_memeff.errors import UnsupportedError
 
 pytestmark = pytest.mark.gpu
-CASES = [*kernel_cases.cases(), *case_matrix.cases()]
+CASES = [*kernel_cases.cases(), *case_matrix.cases(), *case_matrix.listed_cases()]
 SANITIZED = frozenset(map(str, case_matrix.sanitized_cases()))
 
 
@@ -57,12 +59,20 @@ def compiled(compile_kernels, selected):
     for case, choices in gradients.items():
         operands, _, _ = passed(case, *case.arrays())
         for needs_grad in choices:
-            for arch, spec in selection.kernels(operands, case.options, needs_grad).items():
+            for arch, spec in kernels_of(operands, case.options, needs_grad).items():
                 jobs.add((spec, arch))
         with without_splits():
             for arch, spec in selection.kernels(operands, case.options, None).items():
                 jobs.add((spec, arch))
     compile_kernels(jobs)
+
+
+def kernels_of(operands, options, needs_grad):
+    """The kernels of a call, by architecture; none for a backward of lists in plain JAX."""
+    is_optional = needs_grad is not None and bool(operands.mask.key_lists)
+    with contextlib.suppress(*(UnsupportedError,) * is_optional):
+        return selection.kernels(operands, options, needs_grad)
+    return {}
 
 
 def without_splits():

@@ -230,13 +230,13 @@ def test_several_segments_and_booleans_become_one_operand(fake_compiler):
     assert "query_segments,key_segments,boolean" in text
     call = next(line for line in text.splitlines() if "@jax_memeff_forward" in line)
     assert call.count("tensor<2x2x128xi32>") == 2
-    assert call.count("tensor<2x4x128x128xi1>") == 1
+    assert call.count("tensor<2x4x128x4xui32>") == 1
 
 
 def test_a_boolean_mask_is_not_broadcast(fake_compiler):
     text = lower(lambda *x: loss(*x, mask=np.ones((1, 1, 1, 128), bool)), *shapes())
     call = next(line for line in text.splitlines() if "@jax_memeff_forward" in line)
-    assert "tensor<1x1x1x128xi1>" in call
+    assert "tensor<1x1x1x4xui32>" in call
 
 
 def test_a_bias_per_row_needs_no_kernel_for_its_gradient(fake_compiler):

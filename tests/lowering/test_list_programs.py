@@ -152,40 +152,54 @@ LISTS = np.zeros((2, 4, 40, 3), np.int32)
 HEADS = jnp.arange(4.0)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
-    ("given", "text"),
+    "given",
     [
-        ({"bias": np.zeros((40, 40), np.float32)}, "cannot have: a bias"),
-        ({"dropout_rate": 0.5, "dropout_key": jax.random.key(0)}, "cannot have: dropout"),
-        (
-            {"mask": Mask.boolean(np.ones((4, 1, 40), bool))},
-            "a boolean mask with an element for each head",
-        ),
-        ({"mask": Mask.function(lambda b, h, q, k: k % 4 != h)}, "a mask function of the head"),
-        ({"score_mod": lambda s, b, h, q, k: s + k}, "a score function of the column"),
-        (
-            {"score_mod": lambda s, b, h, q, k: s * HEADS[h]},
-            "score function of the head, if key heads have",
-        ),
+        pytest.param({"bias": np.zeros((40, 40), np.float32)}, id="bias", marks=pytest.mark.quick),
+        {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)},
+        {"mask": Mask.boolean(np.ones((4, 1, 40), bool))},
+        {"mask": Mask.function(lambda b, h, q, k: k % 4 != h)},
+        {"score_mod": lambda s, b, h, q, k: s + k},
+        {"score_mod": lambda s, b, h, q, k: s * HEADS[h]},
     ],
 )
-def test_what_needs_positions_is_refused(given, text):
-    other = given.get("mask", Mask())
+def test_lists_are_bits_where_kernels_need_positions(given, fake_compiler):
+    mask = given.get("mask", Mask()) & Mask.keys(LISTS)
 
-    def call(x):
-        return attention(x, x, x, **{**given, "mask": other & Mask.keys(LISTS)})
+    def loss(x):
+        return attention(x, x, x, **{**given, "mask": mask}).sum()
 
-    with pytest.raises(UnsupportedError, match=text) as raised:
-        lower(call, X)
-    assert "pass implementation='xla'" in str(raised.value)
-    assert not attention_calls(
-        lower(
-            lambda x: attention(
-                x, x, x, **{**given, "mask": other & Mask.keys(LISTS)}, implementation="xla"
-            ),
-            X,
-        )
+    forward, backward = attention_calls(lower(jax.grad(loss), X))
+    for call in (forward, backward):
+        operands = dict(zip(names_of(call).split(","), types_of(call)[0], strict=False))
+        assert operands["boolean"] == "2x4x40x2xui32" and "page_table" not in operands
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "way"),
+    [
+        (200, 3000, "boolean"),
+        (200, 9000, "page_table"),  # each list has few of the keys
+        (100, 3000, "page_table"),  # a tile is not full
+    ],
+)
+def test_a_forward_takes_bits_if_rows_share_many_keys(rows, columns, way, fake_compiler):
+    query, key = shape(2, rows, 8, 64), shape(2, columns, 4, 64)
+    lists = shape(2, 1, rows, 400, dtype=jnp.int32)
+    (call,) = attention_calls(
+        lower(lambda q, k, x: attention(q, k, k, mask=Mask.keys(x)), query, key, lists)
+    )
+    assert {"boolean", "page_table"} & {*names_of(call).split(",")} == {way}
+
+
+@pytest.mark.parametrize("columns", [3000, 30_000])
+def test_a_backward_of_short_lists_is_plain_jax(columns, fake_compiler):
+    def loss(query, key, lists):
+        return attention(query, key, key, mask=Mask.keys(lists)).astype(jnp.float32).sum()
+
+    given = shape(2, 20, 8, 64), shape(2, columns, 4, 64), shape(2, 1, 20, 100, dtype=jnp.int32)
+    assert len(attention_calls(lower(jax.grad(loss, (0, 1)), *given))) == (
+        2 if columns == 3000 else 1
     )
 
 
@@ -203,7 +217,7 @@ def test_a_picture_has_no_tiles_of_lists():
         jax_memeff.picture(X, X, X, mask=mask, arch="sm_90a")
 
 
-def test_scales_of_pages_are_refused():
+def test_scales_of_a_pool(fake_compiler):
     pool = jnp.zeros((9, 16, 2, 64), jnp.float8_e4m3fn)
     query, table = jnp.zeros((2, 1, 4, 64), jnp.bfloat16), jnp.zeros((2, 3), jnp.int32)
 
@@ -212,9 +226,9 @@ def test_scales_of_pages_are_refused():
         lengths = jnp.array([40, 3])
         return paged_attention(query, pool, pool, table, lengths, mask=mask, **scales)
 
-    lower(lambda x: call(x, key_scale=jnp.ones(2)), query)
-    with pytest.raises(UnsupportedError, match="scales for each page"):
-        lower(lambda x: call(x, key_scale=jnp.ones((9, 2))), query)
+    for scales, way in ((jnp.ones(2), False), (jnp.ones((9, 2)), True)):
+        (one,) = attention_calls(lower(lambda x, y: call(x, key_scale=y), query, scales))
+        assert ("boolean" in names_of(one)) == way
 
 
 @pytest.mark.parametrize("heads", [1, 4])

@@ -67,7 +67,7 @@ def test_operands_that_a_vmap_broadcasts_are_not_copied(fake_compiler, monkeypat
     for call in (forward, backward):
         operands, _ = types_of(call)
         *projections, bias = SHARED_TYPES
-        assert operands[:5] == ["6x128x4x64xbf16", *projections, "2x1x128x128xi1", bias]
+        assert operands[:5] == ["6x128x4x64xbf16", *projections, "2x1x128x4xui32", bias]
         assert not divisors_of(call)
     _, gradients = types_of(backward)
     whole = [name.replace("2x", "6x", 1) for name in SHARED_TYPES]
@@ -140,7 +140,7 @@ def test_masks_with_equal_divisors_stay_broadcast(fake_compiler):
 
     for masks, elements in (((mask, rows, None), 2), ((mask, rows, own), 6)):
         (call,) = attention_calls(lower(mapped, queries, key, value, *masks))
-        assert types_of(call)[0][3] == f"{elements}x1x128x128xi1"
+        assert types_of(call)[0][3] == f"{elements}x1x128x4xui32"
 
 
 def test_kernels_are_the_plain_ones_if_nothing_is_broadcast(fake_compiler):

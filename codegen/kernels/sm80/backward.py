@@ -168,7 +168,7 @@ _TILES: Mapping[int, Sequence[Tile]] = {
     ),
 }
 
-_NO_SOFT_CAP = modifiers("a boolean mask", "soft cap")
+_NO_SOFT_CAP = modifiers("soft cap")
 
 # With vector reductions and 227 KB.
 _TILES_SM90: Mapping[int, Sequence[Tile]] = {
@@ -185,7 +185,7 @@ _TILES_SM90: Mapping[int, Sequence[Tile]] = {
             modifiers=_NO_SOFT_CAP,
             masks=("causal", "window"),
         ),
-        Tile(64, 64, 8, 1, "with 128 keys soft cap beside a bias spills, and a boolean mask"),
+        Tile(64, 64, 8, 1, "with 128 keys soft cap beside a bias spills"),
     ),
     256: (
         Tile(

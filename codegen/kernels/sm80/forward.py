@@ -66,9 +66,7 @@ _TILES: Mapping[int, Sequence[Tile]] = {
             64,
             4,
             2,
-            "spills unless row statistics wait in shared memory; with bias 260, 64x64 213. A "
-            "boolean mask spills",
-            modifiers=modifiers("a boolean mask"),
+            "spills unless row statistics wait in shared memory; with bias 260, 64x64 213",
             stage_registers=True,
         ),
         Tile(
@@ -77,7 +75,7 @@ _TILES: Mapping[int, Sequence[Tile]] = {
             4,
             2,
             "two blocks in 99 KB",
-            modifiers=modifiers("a boolean mask", "bias"),
+            modifiers=modifiers("bias"),
         ),
         Tile(64, 64, 4, 2, "with both 128x32 spills 112 bytes"),
         Tile(64, 32, 4, 2, "two blocks in 64 KB, or with a bias in 99 KB"),

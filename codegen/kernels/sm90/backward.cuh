@@ -708,13 +708,15 @@ struct BackwardConsumerSm90 {
   template <class Logsumexps, class Scores>
   CUTE_DEVICE void exponentiate(int head, int tile, bool partial, int stage,
                                 Logsumexps const& logsumexps, Exponents const& exponents,
-                                FunctionReads const& reads, Scores& scores, Scores& scaled) const {
+                                FunctionReads const& reads,
+                                typename Mask::TransposedReads const& mask_reads, Scores& scores,
+                                Scores& scaled) const {
     Modifiers const modifiers = {{params.scale}, {params, &reads}, Bias(tiles + kBiasOffset)};
     int const row = tile * kTileQuery;
     ScoreTilePosition const at = work.position(head, tile);
     exponents.modify(
         [&] { modifiers.recompute(scores, scaled, at, params, work, head, row, stage); });
-    mask.template apply_transposed<kTileQuery, kTileKey>(scores, params, at, partial);
+    mask.template apply_transposed<kTileQuery, kTileKey>(scores, params, at, partial, &mask_reads);
     exponentiate_transposed(logsumexps.reader(Kernel::statistics_of(tiles, stage)),
                             exponents.softmax_scale(params.scale), scores,
                             exponents.of_tile(params, at));
@@ -1189,11 +1191,12 @@ struct FmhaBackwardSm90 {
         consumer.begin_score_gradient(values, out_tile, score_gradient);
         auto const reads = read_ahead(params, control, tiles, stage, work.position(head, tile));
         KeptBlocks const kept(params, item.batch, head, tile * kTileQuery, work.column);
+        auto const mask_reads = mask.template read<true>(params, work.position(head, tile));
         wait_products<kScoreGradient>();  // S
         fence_accumulators(scores);
         auto scaled = ScoreGrid::make_accumulators();  // (4, 1, MMA_N), for the soft cap
         consumer.exponentiate(head, tile, walk.partial(), stage.index, logsumexps, exponents, reads,
-                              scores, scaled);
+                              mask_reads, scores, scaled);
         if constexpr (Config::kExponentiatesUnderDp) control.out_gradient.wait_again(stage);
         Deltas<ScoreGrid, kVectorsAhead> const deltas(statistics);
         wait_products<0>();  // dP

@@ -14,12 +14,12 @@ from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.mask import MaskKind
 from jax_memeff.codegen.functions.sums import Sum
 from jax_memeff.codegen.kernels.common.base import (
+    EVERY_MODIFIER,
     MASK_MODIFIERS,
     PROBABILITY_MODIFIERS,
     dq_semaphore_words,
     key_tile_grid,
     key_tiles,
-    modifiers,
     query_sums,
     summing_entry_points,
     tile_columns,
@@ -86,14 +86,23 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             2,
             "forward + backward at T 2048 on an H200: 309 TFLOP/s, with 64 queries 275; positions "
-            "spill, and features are not measured",
+            "spill, and features besides a boolean mask are not measured",
+            modifiers=("a boolean mask",),
             masks=("none", "causal"),
             spill_bytes=8,
             tma_dq=True,
         ),
     ),
     48: (
-        _ahead(128, 128, 2, "as at 64; positions spill", masks=("none", "causal"), spill_bytes=16),
+        _ahead(
+            128,
+            128,
+            2,
+            "as at 64; positions spill",
+            modifiers=("a boolean mask",),
+            masks=("none", "causal"),
+            spill_bytes=16,
+        ),
     ),
     64: (
         _ahead(
@@ -102,6 +111,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "forward + backward at T 8192 on an H200: 523 TFLOP/s, with statistics read late "
             "503, with 64 queries 470; at T 512 360, with one buffer of keys 345",
+            modifiers=("a boolean mask",),
             masks=("none", "causal"),
             spill_bytes=24,
             key_stages=2,
@@ -111,6 +121,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             2,
             "a window spills 20 bytes more with statistics read ahead, mostly in the producer",
+            modifiers=("a boolean mask",),
             spill_bytes=48,
             tma_dq=True,
             key_stages=2,
@@ -142,17 +153,10 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "with 128 queries S and dP take 128 registers a thread: a soft cap spills 496 bytes, "
             "segments 48",
-            modifiers=modifiers("a boolean mask"),
-        ),
-        Tile(
-            64,
-            128,
-            2,
-            "with a boolean mask the dbias kernel spills",
-            modifiers=modifiers("bias"),
+            modifiers=EVERY_MODIFIER,
         ),
     ),
-    80: (_ahead(64, 128, 3, "as at head dim 96"),),
+    80: (_ahead(64, 128, 3, "as at head dim 96", modifiers=("a boolean mask",)),),
     96: (
         _ahead(
             64,
@@ -160,6 +164,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             3,
             "forward + backward at T 4096 on an H200: 509 TFLOP/s, causal 454; with two buffers "
             "512 and 445, padded to 128 columns 448 and 398",
+            modifiers=("a boolean mask",),
         ),
     ),
     128: (

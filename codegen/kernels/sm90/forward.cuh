@@ -95,6 +95,7 @@ struct ForwardMainLoopSm90 {
   struct Ahead {
     KeptBlocks kept;
     FunctionReads reads;
+    typename Mask::Reads mask;
   };
 
   // Computes all work tiles of one consumer.
@@ -172,10 +173,11 @@ struct ForwardMainLoopSm90 {
       tile = range.next(tile);
       fence_accumulators(sums);
       if constexpr (Operands::kSequential) begin_output(), end_output();
-      auto const [kept, reads] = multiply_keys<Operands::kSequential ? 0 : 1>(
-          params, control, tiles, at, item, tile, queries, linear, scores, begin_output);
+      auto const [kept, reads, mask_reads] = multiply_keys<Operands::kSequential ? 0 : 1>(
+          params, control, tiles, at, mask, item, tile, queries, linear, scores, begin_output);
       release_operands(control, at, tile == range.begin);
-      modify(params, control, mask, item, tile, range, tiles, at, linear, reads, scores);
+      modify(params, control, mask, item, tile, range, tiles, at, linear, reads, mask_reads,
+             scores);
       auto const correction = softmax.exponentiate(
           scores, linear.softmax_scale(params.scale),
           [&] {
@@ -237,10 +239,10 @@ struct ForwardMainLoopSm90 {
     begin_tile(params, control, tiles, at, mask, item, range, tile, tile + 1, queries);
     Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
     control.key.wait(at.key);
-    auto const [kept, reads] =
-        multiply_keys<0>(params, control, tiles, at, item, tile, queries, linear, scores, [] {});
+    auto const [kept, reads, mask_reads] = multiply_keys<0>(params, control, tiles, at, mask, item,
+                                                            tile, queries, linear, scores, [] {});
     release_operands(control, at, tile == range.begin);
-    modify(params, control, mask, item, tile, range, tiles, at, linear, reads, scores);
+    modify(params, control, mask, item, tile, range, tiles, at, linear, reads, mask_reads, scores);
     softmax.exponentiate(scores, linear.softmax_scale(params.scale), typename Softmax::Nothing{},
                          linear.shift(item.tile * kTileQuery, tile * kTileKey));
     if (tile > range.begin) control.key.wait(at.key);
@@ -269,7 +271,7 @@ struct ForwardMainLoopSm90 {
   // behind it, and kRunning products may still run afterwards.
   template <int kRunning, class Scores, class BeginOutput>
   CUTE_DEVICE static Ahead multiply_keys(ForwardParams const& params, Control& control,
-                                         uint32_t tiles, ConsumerState const& at,
+                                         uint32_t tiles, ConsumerState const& at, Mask const& mask,
                                          WorkItem const& item, int tile, Queries const& queries,
                                          Linear const& linear, Scores& scores,
                                          BeginOutput const& begin_output) {
@@ -277,7 +279,7 @@ struct ForwardMainLoopSm90 {
     begin_scores(tiles, at, queries, linear, scores);
     if constexpr (!Operands::kSequential) begin_output();
     PingPong::pass(at.warpgroup);
-    Ahead const ahead = compute_ahead(params, control, tiles, at, item, tile);
+    Ahead const ahead = compute_ahead(params, control, tiles, at, mask, item, tile);
     wait_products<kRunning>();
     unscale(tiles, at, scores);
     return ahead;
@@ -313,15 +315,16 @@ struct ForwardMainLoopSm90 {
   // Computes the modifiers of probabilities and the reads of a score function while products run.
   // The redundant waits keep ptxas from mixing them with the wgmmas before or the code after.
   CUTE_DEVICE static Ahead compute_ahead(ForwardParams const& params, Control& control,
-                                         uint32_t tiles, ConsumerState const& at,
+                                         uint32_t tiles, ConsumerState const& at, Mask const& mask,
                                          WorkItem const& item, int tile) {
-    if constexpr (Probabilities::kIsEarly || FunctionReads::kAny) {
+    if constexpr (Probabilities::kIsEarly || FunctionReads::kAny || Config::kBoolean) {
       control.key.wait_again(at.key);
     }
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
     Ahead const ahead = {{params, item.batch, item.head, row, column},
-                         function_reads(params, tiles, at, {item.batch, item.head, row, column})};
+                         function_reads(params, tiles, at, {item.batch, item.head, row, column}),
+                         mask.read(params, {item.batch, item.head, row, column})};
     if constexpr (Probabilities::kIsEarly) control.key.wait_again(at.key);
     return ahead;
   }
@@ -349,7 +352,8 @@ struct ForwardMainLoopSm90 {
   CUTE_DEVICE static void modify(ForwardParams const& params, Control& control, Mask const& mask,
                                  WorkItem const& item, int tile, Blocks const& range,
                                  uint32_t tiles, ConsumerState& consumer, Linear const& linear,
-                                 FunctionReads const& reads, Scores& scores) {
+                                 FunctionReads const& reads, typename Mask::Reads const& mask_reads,
+                                 Scores& scores) {
     if constexpr (!Diagonals::kIsOn) Consumer::advance(consumer.key);
     int const row = item.tile * kTileQuery;
     int const column = tile * kTileKey;
@@ -365,8 +369,8 @@ struct ForwardMainLoopSm90 {
     int const warpgroup = consumer.row_warpgroup;
     bool const partial = range.is_partial(tile, warpgroup) &&
                          may_be_masked(params, mask, at, warpgroup * kWarpgroupRows);
-    mask.template apply<kWarpgroupRows, kTileKey>(scores, params, at, partial,
-                                                  warpgroup * kWarpgroupRows, control.may_miss());
+    mask.template apply<kWarpgroupRows, kTileKey>(
+        scores, params, at, partial, warpgroup * kWarpgroupRows, control.may_miss(), &mask_reads);
     if (range.is_empty(tile, warpgroup)) {
       cute::fill(scores, -infinity());
       fence_accumulators(scores);  // keeps the branch; otherwise each block selects every score

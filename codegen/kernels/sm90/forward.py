@@ -16,7 +16,6 @@ from jax_memeff.codegen.features.pages import key_box_rows
 from jax_memeff.codegen.functions.regions import block_sizes
 from jax_memeff.codegen.kernels.common.base import (
     EVERY_MODIFIER,
-    MASK_MODIFIERS,
     modifiers,
     panel_columns,
     query_tiles,
@@ -64,9 +63,9 @@ elementwise evaluation costs little, and shared memory is full."""
 _COLUMN_ROW_BYTES = 64
 """A row of the constant operand of that product, for each key of a KV block."""
 
-_NO_BOOLEAN = modifiers("a boolean mask")
-_NO_MASK = modifiers(*MASK_MODIFIERS)
-_SCORE_OR_PROBABILITY = modifiers(*MASK_MODIFIERS, "bias")
+_BOOLEAN = ("a boolean mask",)
+_NO_SEGMENTS = modifiers("segments")
+_NO_SEGMENTS_OR_BIAS = modifiers("segments", "bias")
 
 _GROUPS = Tile(
     64,
@@ -88,7 +87,7 @@ _ONE_TILE = Tile(
     2,
     "one work tile for 193 to 256 queries: at head dim 32, T 256 on an H100, with segments 0.76 of "
     "the time of mma.sync. Four consumers have no registers for 128 keys",
-    modifiers=_NO_BOOLEAN,
+    modifiers=EVERY_MODIFIER,
     output_first=True,
 )
 
@@ -103,7 +102,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "H200: 536 TFLOP/s, with exponentials under the product 507; with a bias at T 2048 on "
             "an H100 0.88 of the time of two consumers. With a bias of T 2046 on an H200 two "
             "consumers take 0.80 of the time if it has 32 bits, 0.92 if 16",
-            modifiers=_NO_MASK,
+            modifiers=_NO_SEGMENTS,
             masks=("none", "causal"),
             output_first=True,
             aligned_bias=True,
@@ -122,7 +121,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             masks=("none", "causal"),
             output_first=True,
         ),
-        Tile(128, 128, 2, "as at head dim 128", modifiers=_NO_BOOLEAN),
+        Tile(128, 128, 2, "as at head dim 128", modifiers=EVERY_MODIFIER),
     ),
     128: (
         _SHORT_GROUPS,
@@ -132,10 +131,10 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "192 KB: two buffers of everything. Forward at T 8192 on an H200: 663 TFLOP/s, with "
             "exponentials under the product 647",
-            modifiers=_NO_BOOLEAN,
+            modifiers=EVERY_MODIFIER,
             output_first=True,
         ),
-        Tile(128, 64, 2, "a bias of 32 bits takes 36 KB, and 68 above", modifiers=_NO_BOOLEAN),
+        Tile(128, 64, 2, "a bias of 32 bits takes 36 KB, and 68 above", modifiers=EVERY_MODIFIER),
     ),
     192: (
         Tile(
@@ -145,7 +144,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "221 KB: forward at T 4096 on an H200: 681 TFLOP/s, with 96 keys 673; a soft cap at "
             "T 2048 on an H100 takes 0.96 of the time with exponentials under the product",
             query_stages=1,
-            modifiers=_SCORE_OR_PROBABILITY,
+            modifiers=_NO_SEGMENTS_OR_BIAS,
             masks=("none",),
             output_first=True,
         ),
@@ -156,6 +155,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "causal at T 4096: 618 TFLOP/s, with 112 keys 610, with exponentials under the product "
             "578",
             query_stages=1,
+            modifiers=_BOOLEAN,
             masks=("causal",),
             output_first=True,
         ),
@@ -165,7 +165,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "S 48 and O 96 registers a thread",
             query_stages=1,
-            modifiers=modifiers("a boolean mask", "bias"),
+            modifiers=modifiers("bias"),
         ),
         Tile(
             128,
@@ -173,7 +173,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "a warp copies rows of the bias whose vectors divide its lanes",
             query_stages=1,
-            modifiers=_NO_BOOLEAN,
+            modifiers=EVERY_MODIFIER,
         ),
     ),
     256: (
@@ -184,7 +184,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "224 KB: forward at T 8192 on an H200: 708 TFLOP/s, with exponentials under the "
             "product 678; with 64 keys 638, but at T 512 334 rather than 320",
             query_stages=1,
-            modifiers=_SCORE_OR_PROBABILITY,
+            modifiers=_NO_SEGMENTS_OR_BIAS,
             masks=("none",),
             output_first=True,
         ),
@@ -194,11 +194,17 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "causal: 633 TFLOP/s, with exponentials under the product 630",
             query_stages=1,
+            modifiers=_BOOLEAN,
             masks=("causal",),
             output_first=True,
         ),
         Tile(
-            128, 64, 2, "S 32 and O 128 registers a thread", query_stages=1, modifiers=_NO_BOOLEAN
+            128,
+            64,
+            2,
+            "S 32 and O 128 registers a thread",
+            query_stages=1,
+            modifiers=EVERY_MODIFIER,
         ),
     ),
 }
@@ -212,7 +218,7 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
             2,
             "as at head dim 64; 292 TFLOP/s at T 4096 on an H200, with exponentials under the "
             "product 282",
-            modifiers=_NO_MASK,
+            modifiers=_NO_SEGMENTS,
             masks=("none", "causal"),
             output_first=True,
         ),
@@ -228,24 +234,39 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
             128,
             2,
             "documents of 512 on an H100: 0.86 of the time of mma.sync, with output first 0.94",
-            modifiers=("segments",),
+            modifiers=("segments", *_BOOLEAN),
             masks=("none", "causal"),
         ),
         Tile(
             128,
             128,
             2,
-            "with three consumers a boolean mask spills, and so do windows and segments with "
-            "other features",
+            "with three consumers windows and segments spill with other features",
             modifiers=EVERY_MODIFIER,
         ),
         _ONE_TILE,
     ),
     (48, 48): (
-        Tile(192, 128, 2, "as at head dim 64", masks=("none", "causal"), output_first=True),
+        Tile(
+            192,
+            128,
+            2,
+            "as at head dim 64",
+            modifiers=_BOOLEAN,
+            masks=("none", "causal"),
+            output_first=True,
+        ),
     ),
     (80, 80): (
-        Tile(192, 112, 2, "as at head dim 96", masks=("none", "causal"), output_first=True),
+        Tile(
+            192,
+            112,
+            2,
+            "as at head dim 96",
+            modifiers=_BOOLEAN,
+            masks=("none", "causal"),
+            output_first=True,
+        ),
     ),
     (160, 160): (
         Tile(
@@ -254,6 +275,7 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
             2,
             "200 KB, as (192, 128)",
             query_stages=1,
+            modifiers=_BOOLEAN,
             masks=("none", "causal"),
             output_first=True,
         ),
@@ -266,10 +288,11 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
             "208 KB; S 64 and O 64 registers a thread. Forward at T 8192 on an H200: 702 TFLOP/s, "
             "with exponentials under the product 656",
             query_stages=1,
+            modifiers=_BOOLEAN,
             masks=("none", "causal"),
             output_first=True,
         ),
-        Tile(128, 128, 2, "a window", query_stages=1),
+        Tile(128, 128, 2, "a window", query_stages=1, modifiers=_BOOLEAN),
     ),
 }
 """By the padded head dims of query and value. They are tried before those of ``TILES``."""

@@ -18,13 +18,39 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackGqa, Config::kPositions> {
   using Interval = IntervalMask<Config::kMask, kPackGqa, Config::kPositions>;
   using Interval::Interval;
 
+  // What a lane reads from memory for a tile. A kernel may do so before the scores are there.
+  struct NoReads {};
+  template <bool kTransposed>
+  using ReadsOf = cute::conditional_t<Config::kBoolean, BooleanMask<Grid, kTransposed>, NoReads>;
+  using Reads = ReadsOf<false>;
+  using TransposedReads = ReadsOf<true>;
+
+  template <bool kTransposed = false, class Params>
+  CUTE_DEVICE ReadsOf<kTransposed> read(Params const& params, ScoreTilePosition const& at) const {
+    if constexpr (Config::kBoolean) {
+      BitView const& view = params.mask.boolean;
+      int row = at.row;
+      if constexpr (Config::kPacked) {
+        if (view.rows_are_tokens) row += params.shape.query_starts[at.batch];
+      }
+      int const batch = element_of<Config>(view, at.batch);
+      return {{view, batch, at.head, row, at.column},
+              this->query_length - at.row,
+              this->key_length - at.column};
+    } else {
+      return {};
+    }
+  }
+
   // Sets the accumulators of invalid elements to -inf in the tile of kColumns columns at `at`. The
   // caller owns kRows rows of the tile, from `own_row` on. If the tile is not `partial`, the block
   // mask has shown that arrays and functions leave all its elements valid, so only intervals and
-  // pages are tested. `may_miss_pages`: false if the caller has found all its pages valid.
+  // pages are tested. `may_miss_pages`: false if the caller has found all its pages valid. `reads`:
+  // the result of read(), which is called here by default.
   template <int kRows, int kColumns, class Accumulators, class Params>
   CUTE_DEVICE void apply(Accumulators& scores, Params const& params, ScoreTilePosition const& at,
-                         bool partial = true, int own_row = 0, bool may_miss_pages = true) const {
+                         bool partial = true, int own_row = 0, bool may_miss_pages = true,
+                         Reads const* reads = nullptr) const {
     int const row_bound = this->query_length - at.row;
     int const column_bound = this->key_length - at.column;
     if (this->needs_test(at.row + own_row, kRows, at.column, kColumns)) {
@@ -42,8 +68,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackGqa, Config::kPositions> {
                                                 at.column, row_bound, column_bound);
     }
     if constexpr (Config::kBoolean) {
-      using Boolean = BooleanMask<Grid>;
-      Boolean::apply(scores, slice<Boolean>(params.mask.boolean, at), row_bound, column_bound);
+      (reads != nullptr ? *reads : read(params, at)).apply(scores);
     }
     MaskFunction<Config, Grid, false, kPackGqa>::apply(scores, params, at);
   }
@@ -51,7 +76,8 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackGqa, Config::kPositions> {
   // As above for transposed scores: rows of the accumulators are keys, columns are queries.
   template <int kRows, int kColumns, class Accumulators, class Params>
   CUTE_DEVICE void apply_transposed(Accumulators& scores, Params const& params,
-                                    ScoreTilePosition const& at, bool partial = true) const {
+                                    ScoreTilePosition const& at, bool partial = true,
+                                    TransposedReads const* reads = nullptr) const {
     int const row_bound = this->query_length - at.row;
     int const column_bound = this->key_length - at.column;
     if (this->needs_test(at.row, kRows, at.column, kColumns)) {
@@ -66,9 +92,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackGqa, Config::kPositions> {
           scores, params.mask, params.shape, at.batch, at.row, at.column, row_bound, column_bound);
     }
     if constexpr (Config::kBoolean) {
-      using Boolean = BooleanMask<Grid>;
-      Boolean::apply_transposed(scores, slice<Boolean>(params.mask.boolean, at), row_bound,
-                                column_bound);
+      (reads != nullptr ? *reads : read<true>(params, at)).apply(scores);
     }
     MaskFunction<Config, Grid, true>::apply(scores, params, at);
   }
@@ -96,12 +120,6 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackGqa, Config::kPositions> {
   // dK and dV. A forward discards such rows.
   static constexpr bool kMasksRows =
       Config::kScoreFunction && cute::is_same_v<typename Config::Params, BackwardParams>;
-
-  template <class Boolean>
-  CUTE_DEVICE static typename Boolean::Slice slice(ScoreView const& boolean,
-                                                   ScoreTilePosition const& at) {
-    return {boolean, element_of<Config>(boolean, at.batch), at.head, at.row, at.column};
-  }
 };
 
 }  // namespace memeff

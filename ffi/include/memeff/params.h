@@ -35,6 +35,17 @@ struct ScoreView {
   BatchBroadcast share;
 };
 
+// A boolean array that broadcasts to the scores, one bit per element: each row has words of 32
+// columns, the first one in the lowest bit, and is never broadcast over columns.
+struct BitView {
+  const unsigned* words;
+  long long batch_stride;
+  long long head_stride;
+  long long row_stride;
+  bool rows_are_tokens;  // of packed sequences
+  BatchBroadcast share;
+};
+
 // Sizes of one call, named as in the documentation: query [B, T, N, H], key [B, S, K, H],
 // value [B, S, K, Hv].
 //
@@ -85,7 +96,7 @@ struct MaskParams {
   const int* query_segments;  // [B, segment_pairs, T], or [segment_pairs, tokens]
   const int* key_segments;    // [B, segment_pairs, S], or [segment_pairs, tokens]
   long long segment_pairs;
-  ScoreView boolean;  // one byte per element
+  BitView boolean;
 };
 
 // Which tiles have valid elements under segment ids, boolean masks and mask functions: see

@@ -95,10 +95,11 @@ def of_ids(query_ids: jax.Array, key_ids: jax.Array, tiling: Tiling) -> jax.Arra
     columns = _id_ranges(key_ids, tiling.tile[1])[:, :, None, None, :]
     overlap = (rows[1] <= columns[2]) & (columns[1] <= rows[2])
     same = (rows[0] == rows[2]) & (columns[0] == columns[2])
-    return _levels(overlap, overlap & same)
+    return levels_of(overlap, overlap & same)
 
 
-def _levels(some: jax.Array, every: jax.Array) -> jax.Array:
+def levels_of(some: jax.Array, every: jax.Array) -> jax.Array:
+    """The levels of tiles of which some, or all, elements are valid."""
     return jnp.where(some, jnp.where(every, ALL, SOME), NONE).astype(jnp.uint8)
 
 
@@ -117,7 +118,7 @@ def of_booleans(mask: jax.Array, tiling: Tiling) -> jax.Array:
     seen = jnp.where(mask, valid, invalid)
     for axis, size in zip((2, 3), tiling.tile, strict=True):
         seen = _any_bits(seen, axis, size)
-    return _levels((seen & valid) > 0, (seen & invalid) == 0)
+    return levels_of((seen & valid) > 0, (seen & invalid) == 0)
 
 
 def _any_bits(bits: jax.Array, axis: int, tile: int) -> jax.Array:
@@ -163,7 +164,7 @@ def of_windows(mask: Conditions, position: Position | None, tiling: Tiling) -> l
         if window.right is not None:
             bound = _of_batch(window.right)
             some, every = some & (least <= bound), every & (most <= bound)
-        found.append(_levels(some, every))
+        found.append(levels_of(some, every))
     return found
 
 
@@ -229,7 +230,7 @@ def _of_parts(
     shape = *indices.sizes, *tiling.counts, *parts
     bits = jnp.broadcast_to(bits.astype(jnp.uint8), shape)
     bits = lax.reduce(bits, np.uint8(0), lax.bitwise_or, (4, 5))
-    return _levels((bits & valid) > 0, (bits & invalid) == 0)
+    return levels_of((bits & valid) > 0, (bits & invalid) == 0)
 
 
 def _part(tile: tuple[int, int], most: int) -> tuple[int, int]:

@@ -51,6 +51,9 @@ class Conditions(values.HoldsArrays):
     """Lists of KV blocks, which are tables in a canonical mask."""
     key_lists: tuple[KeyLists, ...] = ()
     """Lists of keys; a canonical mask has at most one."""
+    bits: jax.Array | None = None
+    """Lists of keys and boolean arrays as kernels read them: uint32[1|B, 1|N, T, words], or
+    [1, 1|N, tokens, words] for packed sequences."""
     block_masks: tuple[jax.Array, ...] = ()
     """One block mask per call of :meth:`blocks`, uint8[1|B, 1|N, T / 64, S / 64], rounded up."""
     beyond_block_masks: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -101,7 +104,7 @@ class Conditions(values.HoldsArrays):
             "query_lengths": bool(query_lengths),
             "key_lengths": bool(key_lengths),
             "segments": bool(self.segment_ids),
-            "boolean": bool(self.booleans),
+            "boolean": bool(self.booleans) or self.bits is not None,
             "function": bool(self.functions or self.excluded),
             "traced_window": bool(self.traced_windows),
             "kv_blocks": bool(self.block_lists),

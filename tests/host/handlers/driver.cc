@@ -67,6 +67,20 @@ void touch(memeff::ScoreView const& view, memeff::ProblemShape const& shape, lon
         bytes);
 }
 
+void touch(memeff::BitView const& view, memeff::ProblemShape const& shape) {
+  auto const elements = static_cast<long long>(view.share.elements);
+  long long const rows = view.rows_are_tokens ? shape.query_tokens : shape.query_length;
+  if (view.words == nullptr || shape.batch == 0 || shape.query_heads == 0 || rows == 0 ||
+      shape.key_length == 0) {
+    return;
+  }
+  touch(view.words, 0, 4);
+  touch(view.words,
+        (elements - 1) * view.batch_stride + (shape.query_heads - 1) * view.head_stride +
+            (rows - 1) * view.row_stride + (shape.key_length - 1) / 32,
+        4);
+}
+
 void touch(memeff::MaskParams const& mask, memeff::ProblemShape const& shape) {
   long long const batch = shape.query_starts ? 1 : shape.batch;
   long long const rows = shape.query_starts ? shape.query_tokens : shape.query_length;
@@ -77,7 +91,7 @@ void touch(memeff::MaskParams const& mask, memeff::ProblemShape const& shape) {
   touch_ends(mask.key_position, shape.batch, 4);
   touch_ends(mask.query_segments, batch * mask.segment_pairs * rows, 4);
   touch_ends(mask.key_segments, batch * mask.segment_pairs * columns, 4);
-  touch(mask.boolean, shape, 1);
+  touch(mask.boolean, shape);
 }
 
 // The key heads of the arrays. A backward may describe a multiple of them to its kernels.
