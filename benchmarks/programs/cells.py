@@ -272,10 +272,11 @@ def varlen() -> list[Cell]:
 
 
 def masks() -> list[Cell]:
-    """Masks that are arrays: sorted documents, and blocks, three quarters of them empty."""
+    """Masks that are arrays: sorted documents, and blocks or elements, a quarter of them true."""
     return [
         _constant_size("masks", 8192, 128, documents=8),
         _constant_size("masks", 8192, 128, mask_block=256),
+        *(_constant_size("masks", 8192, dim, mask_block=1) for dim in (64, 128, 256)),
     ]
 
 
