@@ -28,7 +28,7 @@ _WORD = 32
 """Columns of a word."""
 
 _LEAST_ROWS = 128
-_FORWARD_COLUMNS, _BACKWARD_COLUMNS = 40, 64
+_FORWARD_COLUMNS, _BACKWARD_COLUMNS = 48, 96
 """A forward reads bits if it has at least so many rows, and keys for each listed key of a query
 head; a backward if it has so many keys for each listed key. Fewer rows do not share what they load
 (docs/tuning/sm90_forward.md).
