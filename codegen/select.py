@@ -22,13 +22,14 @@ from jax_memeff.codegen.problem import (
     Dtype,
     Problem,
 )
-from jax_memeff.codegen.sizes import Sizes, ceil_div
 from jax_memeff.codegen.spec import FAMILIES, SPEC_DTYPES, SPEC_GRADIENTS, Kernel, KernelSpec, Row
 from jax_memeff.codegen.strategy import (
     PLAIN,
     QUERY_ROWS,
     QueryRows,
+    Sizes,
     Strategy,
+    ceil_div,
     forced,
     of_direction,
 )

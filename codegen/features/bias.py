@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from .deterministic import DETERMINISTIC
 from .feature import (
     Constant,
     CppType,
@@ -20,6 +19,7 @@ from .feature import (
     SupportRow,
     expect_one_of,
 )
+from .flags import DETERMINISTIC
 
 BiasBits = Literal["16", "32"]
 BiasLayout = Literal["full", "common", "columns", "rows"]

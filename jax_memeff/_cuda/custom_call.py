@@ -25,8 +25,8 @@ from jax_memeff._cuda.problem import KernelCall, bias_alignment, sizes_of
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import features, gpu
 from jax_memeff.codegen.problem import Direction
-from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.strategy import Sizes
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.errors import UnsupportedError
 

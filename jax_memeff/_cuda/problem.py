@@ -18,7 +18,7 @@ from jax_memeff.codegen.features.bias import BiasLayout
 from jax_memeff.codegen.features.delta import AskedDelta
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.problem import Direction, Dtype, Problem
-from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.strategy import Sizes
 
 _DTYPES: dict[str, Dtype] = {
     "float16": "f16",

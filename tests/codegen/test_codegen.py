@@ -14,7 +14,7 @@ from jax_memeff.codegen import emit, features, gpu, select, support
 from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.features.bias import gradient
 from jax_memeff.codegen.kernels import KERNELS
-from jax_memeff.codegen.toolchain import resources
+from jax_memeff.codegen.toolchain import compile as compiler
 
 ROOT = Path(__file__).parents[2]
 
@@ -230,11 +230,11 @@ ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem
 ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
 ptxas info    : Compiling entry function 'first' for 'sm_90a'
 ptxas info    : Used 10 registers"""
-    assert resources.parse(log, ["first", "second", "third"]) == [
-        resources.Resource("first", 10, 0, 0, 0),
-        resources.Resource("second", 255, 8, 12, 1024),
+    assert compiler.parse(log, ["first", "second", "third"]) == [
+        compiler.Resource("first", 10, 0, 0, 0),
+        compiler.Resource("second", 255, 8, 12, 1024),
     ]
-    (warning,) = resources.warnings(log)
+    (warning,) = compiler.warnings(log)
     assert "(C7510)" in warning
 
 

@@ -16,8 +16,7 @@ from jax_memeff.codegen.kernels.sm90 import backward
 from jax_memeff.codegen.kernels.sm90.base import dbias_bytes_and_stages
 from jax_memeff.codegen.kernels.sm90.forward import FmhaFwdSm90
 from jax_memeff.codegen.kernels.sm90.two_kernel_backward import FmhaBwdTwoKernelSm90
-from jax_memeff.codegen.sizes import Sizes, ceil_div
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy, ceil_div
 
 pytestmark = pytest.mark.quick
 

@@ -14,9 +14,8 @@ from jax_memeff.codegen.kernels.common.base import LARGE_DIM
 from jax_memeff.codegen.kernels.sm80.base import MmaTile
 from jax_memeff.codegen.kernels.sm80.split import Tile as SplitTile
 from jax_memeff.codegen.problem import REQUIRED_DIRECTIONS
-from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import SPEC_DTYPES
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy
 from jax_memeff.errors import UnsupportedError
 
 
