@@ -17,16 +17,18 @@ from jax import export, lax
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise.pages import Pools
 from jax_memeff._call.divisors import gradient_shape, without_divisors
-from jax_memeff._call.gradients import (
+from jax_memeff._call.operands import (
     Gradients,
+    Item,
     NeedsGrad,
+    Operands,
     array_of,
     captured_name,
     gradients_needed,
     gradients_of,
+    mapped,
     replaced,
 )
-from jax_memeff._call.operands import Item, Operands, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import Sequences, token_indices
 from jax_memeff._call.values import score_dtype

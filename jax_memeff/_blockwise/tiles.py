@@ -20,10 +20,9 @@ from jax_memeff._blockwise.functions import Coordinates
 from jax_memeff._blockwise.pages import Pools
 from jax_memeff._call import dropout
 from jax_memeff._call.divisors import as_gradient, broadcastable, expanded, of_booleans, summed
-from jax_memeff._call.gradients import captured_name
 from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_axis, slice_tile
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands import Operands, captured_name
 from jax_memeff._call.options import RANDOM_BLOCK, Options
 from jax_memeff._call.sequences import INVARIANT_COLUMNS
 from jax_memeff._call.values import likely_batch, score_dtype

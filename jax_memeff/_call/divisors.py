@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_memeff._call.gradients import differentiable
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import (
     Item,
     Operands,
     QkvPackedOperands,
     batch_of,
+    differentiable,
     is_packed,
     items,
     mapped,

@@ -15,8 +15,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_memeff._call import divisors
-from jax_memeff._call.gradients import captured_name
-from jax_memeff._call.operands import Operands, items
+from jax_memeff._call.operands import Operands, captured_name, items
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import buffers, functions
 from jax_memeff._cuda.buffers import Buffer

@@ -4,7 +4,7 @@ Its values are those of a program with two more operations:
 
 - ``number``, with ``value``: :func:`canonical` makes it a literal or a size.
 - ``custom``: a result of a function with a derivative rule of its own. Its first argument is the
-  result of the same function without the rule (``derivative.py``).
+  result of the same function without the rule (``trace.py``).
 """
 
 from __future__ import annotations

@@ -33,20 +33,18 @@ import jax
 import jax.numpy as jnp
 
 from jax_memeff._call.divisors import may_sum_gradient
-from jax_memeff._call.gradients import (
-    differentiable,
-    gradients_needed,
-    named_arrays,
-    replaced,
-)
 from jax_memeff._call.operands import (
     Item,
     Operands,
     QkvPackedOperands,
+    differentiable,
+    gradients_needed,
     is_packed,
     items,
     mapped,
+    named_arrays,
     pages_of,
+    replaced,
 )
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._call.sequences import MOST_POSITIONS

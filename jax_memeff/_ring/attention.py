@@ -27,19 +27,18 @@ from jax.custom_derivatives import SymbolicZero
 from jax_memeff import _compat as compat
 from jax_memeff._blockwise.tiles import write_block
 from jax_memeff._call import sinks
-from jax_memeff._call.gradients import (
+from jax_memeff._call.operands import (
     Gradients,
     NeedsGrad,
+    Operands,
     array_of,
     gradients_of,
     named_arrays,
     replaced,
 )
-from jax_memeff._call.operands import Operands
 from jax_memeff._call.values import score_dtype
 from jax_memeff._op import primitives
-from jax_memeff._op.derivatives import named
-from jax_memeff._op.vjp import Perturbed, is_forward_mode, perturbed, reverse_mode_only
+from jax_memeff._op.vjp import Perturbed, is_forward_mode, named, perturbed, reverse_mode_only
 from jax_memeff._ring.products import Keys, Ring, RingCall, Sums
 from jax_memeff._ring.schedule import Product
 

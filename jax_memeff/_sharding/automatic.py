@@ -41,8 +41,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jax_memeff import _compat as compat
 from jax_memeff._call.divisors import changed, gradient_shape
-from jax_memeff._call.gradients import gradients_needed, gradients_of
-from jax_memeff._call.operands import Item, QkvPackedOperands, batch_of, items, mapped
+from jax_memeff._call.operands import (
+    Item,
+    QkvPackedOperands,
+    batch_of,
+    gradients_needed,
+    gradients_of,
+    items,
+    mapped,
+)
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
 from jax_memeff._compat import Primitive

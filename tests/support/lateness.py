@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from attention_case import Case
 
-from jax_memeff._call.gradients import needs_grad_of
+from jax_memeff._call.operands import needs_grad_of
 from jax_memeff._cuda import selection
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import emit, gpu

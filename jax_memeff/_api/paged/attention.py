@@ -25,10 +25,15 @@ from jax_memeff._api.arguments import (
 from jax_memeff._api.arrays import PAGED_QUERY
 from jax_memeff._api.call import AttentionCall, canonical
 from jax_memeff._api.paged import arguments as checks
-from jax_memeff._call.mask import Mask, Window, key_lists
-from jax_memeff._call.mask.conditions import AnyMask, Conditions
+from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.mask.conditions import (
+    AnyMask,
+    Conditions,
+    TracedWindow,
+    common_list,
+    intersection,
+)
 from jax_memeff._call.mask.expression import Frame, compiled
-from jax_memeff._call.mask.window import TracedWindow, intersection
 from jax_memeff._call.offsets import MOST_POSITION, Offsets, Position
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.sequences import INVARIANT_COLUMNS, Pages, Sequences
@@ -287,7 +292,7 @@ def _of_rows(
 def _with_token_lists(mask: Mask, scores_shape: tuple[int, int, int, int], is_ragged: bool) -> Mask:
     """The mask with one list of keys for each token, as in a canonical mask of packed sequences."""
     batch, _, rows, columns = scores_shape
-    found = key_lists.canonical(mask.key_lists, columns, is_packed=is_ragged)
+    found = common_list(mask.key_lists, columns, is_packed=is_ragged)
     if found and not is_ragged:
         indices = jnp.swapaxes(found[0].indices, 1, 2)
         indices = jnp.broadcast_to(indices, (batch, *indices.shape[1:]))

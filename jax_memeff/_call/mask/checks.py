@@ -11,10 +11,14 @@ from jax import dtypes
 
 from jax_memeff._call import values
 from jax_memeff._call.mask.block_mask import BLOCK
-from jax_memeff._call.mask.conditions import AnyMask, Conditions
-from jax_memeff._call.mask.key_lists import KeyLists
-from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
-from jax_memeff._call.mask.window import TracedWindow
+from jax_memeff._call.mask.conditions import (
+    AnyMask,
+    BlockTable,
+    Conditions,
+    KeyLists,
+    KvBlocks,
+    TracedWindow,
+)
 
 ScoresShape = tuple[int, int, int, int]
 """B, N, T and S of a call."""

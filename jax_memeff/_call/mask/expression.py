@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_memeff._call.mask.conditions import AnyMask, Conditions
-from jax_memeff._call.mask.kv_blocks import BlockTable
+from jax_memeff._call.mask.conditions import AnyMask, BlockTable, Conditions
 from jax_memeff._call.offsets import Index, Offsets, Position
 from jax_memeff._functions.evaluate import evaluate
 from jax_memeff._functions.trace import traced_mask_function

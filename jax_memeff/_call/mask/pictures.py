@@ -19,8 +19,7 @@ from jax.core import Tracer
 from jax_memeff._call import values
 from jax_memeff._call.mask import block_mask, checks, expression
 from jax_memeff._call.mask.block_mask import ALL, NONE, SOME, Tiling
-from jax_memeff._call.mask.conditions import Conditions, with_boolean_lists
-from jax_memeff._call.mask.kv_blocks import BlockTable
+from jax_memeff._call.mask.conditions import BlockTable, Conditions, with_boolean_lists
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.offsets import checked as offsets_of_call
 

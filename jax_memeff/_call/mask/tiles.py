@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff._call.mask.conditions import Conditions
-from jax_memeff._call.mask.window import TracedWindow, Window
+from jax_memeff._call.mask.conditions import Conditions, TracedWindow, Window
 from jax_memeff._call.offsets import Position
 
 

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from jax_memeff._command import argument_types
+from jax_memeff._command import command_line
 from jax_memeff._command.cases.case import Case, Kind
 from jax_memeff.codegen.features import BIAS, FEATURES
 from jax_memeff.codegen.features.feature import Feature
@@ -52,8 +52,8 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
 
 def add_to(parser: argparse.ArgumentParser, features: Iterable[Feature] = FEATURES) -> None:
     """Adds the options of a call: dtype, sizes, and those of ``features``."""
-    parser.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES)
-    argument_types.add_dims(parser, required=False)
+    parser.add_argument("--dtype", type=command_line.dtype, choices=DTYPES)
+    command_line.add_dims(parser, required=False)
     for name, default, text in (
         ("batch", 2, "batch size; default: %(default)s"),
         ("seq", 512, "key length, and query length without --queries; default: %(default)s"),
@@ -61,7 +61,7 @@ def add_to(parser: argparse.ArgumentParser, features: Iterable[Feature] = FEATUR
         ("heads", 4, "query heads; default: %(default)s"),
         ("key-heads", None, "key heads; default: --heads, and 1 with --latent"),
     ):
-        parser.add_argument(f"--{name}", type=argument_types.size, default=default, help=text)
+        parser.add_argument(f"--{name}", type=command_line.size, default=default, help=text)
     for feature in features:
         feature.add_flags(parser)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_memeff._command.cases import oracle, programs, timing
+from jax_memeff._command.cases import oracle, programs
 from jax_memeff._command.cases.arrays import Arrays
 from jax_memeff._command.cases.case import Case
 from jax_memeff._command.cases.oracle import Comparison
@@ -265,6 +265,6 @@ def _seconds(compiled: Mapping[Any, Any], given: Any) -> dict[str, dict[str, lis
             continue
         peers[peer] = functools.partial(program, given)
     return {
-        direction: timing.interleaved(peers, seconds=0, least=_ROUNDS, most=_ROUNDS)
+        direction: programs.interleaved(peers, seconds=0, least=_ROUNDS, most=_ROUNDS)
         for direction, peers in launches.items()
     }
