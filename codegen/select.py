@@ -187,11 +187,11 @@ def select_all(problem: Problem) -> list[KernelSpec]:
     >>> [spec.split_q for spec in select_all(problem)]
     [False, True]
     """
-    found = [select(problem)]
+    specs = [select(problem)]
     for strategy in of_direction(problem.direction):
         with contextlib.suppress(UnsupportedError):
-            found.append(select(problem, strategy))
-    return list(dict.fromkeys(found))
+            specs.append(select(problem, strategy))
+    return list(dict.fromkeys(specs))
 
 
 def explain(problem: Problem, strategy: Strategy = PLAIN) -> list[tuple[KernelSpec, list[str]]]:

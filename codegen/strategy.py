@@ -107,8 +107,8 @@ class Strategy:
 
     def __post_init__(self):
         if self.query_rows not in (None, *QUERY_ROWS):
-            names = ", ".join(map(repr, (None, *QUERY_ROWS)))
-            raise ValueError(f"expected query_rows to be one of {names}, got {self.query_rows!r}")
+            choices = ", ".join(map(repr, (None, *QUERY_ROWS)))
+            raise ValueError(f"expected query_rows to be one of {choices}, got {self.query_rows!r}")
 
     @property
     def splits_keys(self) -> bool:

@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _info(options: argparse.Namespace, out: Console) -> int:
     table = new_table("part", "value")
     table.add_row("jax_memeff", _package_version())
-    for part, found in nvrtc.versions().items():
-        table.add_row(part, escape(found))
+    for part, part_version in nvrtc.versions().items():
+        table.add_row(part, escape(part_version))
     table.add_row("devices", ", ".join(_device_archs()) or "none found")
     table.add_row("JAX_MEMEFF_ARCHS", ", ".join(config.archs()) or "not set")
     cache = program_cache.current()
@@ -292,11 +292,11 @@ def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
     if not options.page_size and (options.latent or not options.keys):
         for sums in (False, True):
             problems[_problem(options, arch, "backward", sums_gradients=sums)] = None
-    found = dict.fromkeys(spec for problem in problems for spec in select.select_all(problem))
+    specs = dict.fromkeys(spec for problem in problems for spec in select.select_all(problem))
     with contextlib.suppress(UnsupportedError):  # then tangents are computed in plain JAX
         tangents = _problem(options, arch, "tangent", sums_gradients=False)
-        found |= dict.fromkeys(select.select_all(tangents))
-    return found
+        specs |= dict.fromkeys(select.select_all(tangents))
+    return specs
 
 
 def _add_rows(table: Table, spec: KernelSpec, arch: str, compiled: Compiled) -> None:
@@ -335,12 +335,14 @@ def _features(options: argparse.Namespace, sums_gradients: bool) -> dict[str, An
     ``sums_gradients``: whether kernels sum the gradients of arrays that a score function reads.
     """
     features = {feature.name: feature.from_flags(options) for feature in FEATURES}
-    names = options.score_function, options.mask_function
-    if names == (None, None):
+    function_names = options.score_function, options.mask_function
+    if function_names == (None, None):
         return features
     # Tracing imports JAX, which the other commands do not need.
     named_functions = importlib.import_module("jax_memeff._cuda.named_functions")
-    return named_functions.added(features, *names, dtype=options.dtype, gradients=sums_gradients)
+    return named_functions.added(
+        features, *function_names, dtype=options.dtype, gradients=sums_gradients
+    )
 
 
 def _archs(options: argparse.Namespace) -> tuple[str, ...]:

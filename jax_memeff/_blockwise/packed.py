@@ -153,8 +153,8 @@ def _widened(x: jax.Array) -> jax.Array:
 
 def _added(total: jax.Array, part: jax.Array, index: jax.Array, sequences: int) -> jax.Array:
     """A gradient [1|B, ...] plus that of a sequence, [1, ...], whose other dims may be smaller."""
-    own = (index // (sequences // total.shape[0]), *(slice(size) for size in part.shape[1:]))
-    return total.at[own].add(part[0])
+    place = (index // (sequences // total.shape[0]), *(slice(size) for size in part.shape[1:]))
+    return total.at[place].add(part[0])
 
 
 def _is_empty(operands: Operands) -> bool:
@@ -214,15 +214,15 @@ def sequence_of(
     def of_scores(x: Any) -> Any:
         return None if x is None else x[:, :, : rows.size, : columns.size]
 
-    own = mapped(of_sequence, operands)
-    mask, sequences = own.mask, own.sequences
+    one = mapped(of_sequence, operands)
+    mask, sequences = one.mask, one.sequences
     # The pages of a tile are gathered when it is read.
     is_paged = operands.pages is not None
-    return own._replace(
+    return one._replace(
         query=_take(operands.query, rows),
         key=operands.key if is_paged else _take(operands.key, columns),
         value=operands.value if is_paged else _take(operands.value, columns),
-        bias=of_scores(own.bias),
+        bias=of_scores(one.bias),
         mask=dataclasses.replace(
             mask,
             query_lengths=sequences.query_lengths,

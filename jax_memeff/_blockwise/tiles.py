@@ -416,8 +416,10 @@ class Problem:
         """The score function, with ``captured`` in place of some of the captured arrays."""
         program, batch = self.options.score_function, self.group_shape[0]
         assert program is not None
-        own = (captured.get(index, x) for index, x in enumerate(self.captured))
-        arrays = [x if x.shape[0] == 1 else expanded(x, batch // x.shape[0], batch) for x in own]
+        replaced = (captured.get(index, x) for index, x in enumerate(self.captured))
+        arrays = [
+            x if x.shape[0] == 1 else expanded(x, batch // x.shape[0], batch) for x in replaced
+        ]
         return functions.modified(program, scores, coordinates, arrays, valid)
 
 

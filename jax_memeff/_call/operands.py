@@ -107,6 +107,10 @@ class QkvPackedOperands(NamedTuple):
     functions: FunctionState | None = None
     captured: tuple[jax.Array, ...] = ()
 
+    @property
+    def pages(self) -> None:
+        """Such a call has none."""
+
     def separate(self) -> Operands:
         """The same call with three arrays."""
         query, key, value = (self.query_key_value[:, :, index] for index in range(3))
@@ -202,11 +206,11 @@ def _rows_of(operand: features.Operand) -> Iterator[OperandRow]:
 
 def _dims(names: str) -> tuple[str, ...]:
     """``("batch|1", "heads")`` for ``"B? N"``, without ``pairs``, whose ids are separate arrays."""
-    found = (
+    dims = (
         _DIM_NAMES.get(name.rstrip("?"), name.rstrip("?")) + "|1" * name.endswith("?")
         for name in names.split()
     )
-    return tuple(dim for dim in found if dim != "pairs")
+    return tuple(dim for dim in dims if dim != "pairs")
 
 
 _QKV_PACKED_DIMS = ("batch", "positions", "slots", "heads", "head_dim")
@@ -309,9 +313,9 @@ class NeedsGrad(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """The gradients that are needed; those of captured arrays are ``captured.0`` and so on."""
         *fields, captured = self._asdict().items()
-        own = dict(fields)
-        own |= {captured_name(index): needed for index, needed in enumerate(captured[1])}
-        return tuple(name for name, needed in own.items() if needed)
+        needed_by_name = dict(fields)
+        needed_by_name |= {captured_name(index): needed for index, needed in enumerate(captured[1])}
+        return tuple(name for name, needed in needed_by_name.items() if needed)
 
 
 class Gradients(NamedTuple):
@@ -378,14 +382,14 @@ def differentiable(operands: Any) -> dict[str, OperandRow]:
 
     Captured arrays of integers are among them; their gradients are never needed.
     """
-    found = {}
+    rows = {}
     for field in type(operands)._fields:
         if field == "captured":
             names = map(captured_name, range(len(operands.captured)))
-            found |= dict.fromkeys(names, row_of("captured.*"))
+            rows |= dict.fromkeys(names, row_of("captured.*"))
         elif (row := row_of(field)) and row.has_gradient:
-            found[field] = row
-    return found
+            rows[field] = row
+    return rows
 
 
 def gradients_needed(operands: Any, needs_grad: NeedsGrad) -> list[str]:
@@ -401,12 +405,12 @@ def gradients_needed(operands: Any, needs_grad: NeedsGrad) -> list[str]:
 
 def needs_grad_of(operands: Any, needed: Iterable[str]) -> NeedsGrad:
     """The inverse of :func:`gradients_needed`."""
-    names = set(needed)
-    if isinstance(operands, QkvPackedOperands) and "query_key_value" in names:
-        names |= {"query", "key", "value"}
+    needed_names = set(needed)
+    if isinstance(operands, QkvPackedOperands) and "query_key_value" in needed_names:
+        needed_names |= {"query", "key", "value"}
     *fields, _ = NeedsGrad._fields
-    captured = (captured_name(index) in names for index in range(len(operands.captured)))
-    return NeedsGrad(*(name in names for name in fields), captured=tuple(captured))
+    captured = (captured_name(index) in needed_names for index in range(len(operands.captured)))
+    return NeedsGrad(*(name in needed_names for name in fields), captured=tuple(captured))
 
 
 def gradients_of(operands: Any, given: dict[str, Any] | None = None) -> Any:
@@ -418,5 +422,5 @@ def gradients_of(operands: Any, given: dict[str, Any] | None = None) -> Any:
 
 def gradients_from(results: Iterable[Any], operands: Any, needs_grad: NeedsGrad) -> AnyGradients:
     """The results of ``attention_bwd``, by name."""
-    names = gradients_needed(operands, needs_grad)
-    return gradients_of(operands, dict(zip(names, results, strict=True)))
+    gradient_names = gradients_needed(operands, needs_grad)
+    return gradients_of(operands, dict(zip(gradient_names, results, strict=True)))

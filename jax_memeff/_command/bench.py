@@ -65,9 +65,9 @@ def program_of_part(case: Case, gradients: bool) -> Program:
     return run
 
 
-def largest_difference(case: Case, found: Given, reference: Given) -> float:
+def largest_difference(case: Case, results: Given, reference: Given) -> float:
     """The largest difference of an element, relative to the largest element of its array."""
-    part = _part(case, {name: found[name] for name in reference})
+    part = _part(case, {name: results[name] for name in reference})
     differences = [
         float(jnp.abs(part[name] - expected).max() / jnp.abs(expected).max())
         for name, expected in reference.items()
@@ -174,16 +174,16 @@ def measure(case: Case, *, backward: bool) -> list[Figure]:
     arrays = jax.device_put({name: x for name, x in drawn.items() if name != "dlse"}, device)
     del drawn
     directions: list[Direction] = ["forward", *(["forward + backward"] if backward else [])]
-    found = []
+    figures = []
     for direction in directions:
-        found += _measured(case, direction, arrays, device)
-    return found
+        figures += _measured(case, direction, arrays, device)
+    return figures
 
 
 def ratio(ours: Figure, peer: Figure) -> float:
     """How many times as fast ours is: the median of the rounds, because clocks drift."""
     return statistics.median(
-        theirs / own for own, theirs in zip(ours.samples, peer.samples, strict=True)
+        theirs / mine for mine, theirs in zip(ours.samples, peer.samples, strict=True)
     )
 
 
@@ -194,11 +194,11 @@ def _measured(case: Case, direction: Direction, arrays: Any, device: Any) -> lis
         with progress.line(f"attention by its definition, {direction}"):
             expected = jax.jit(program_of_part(case, gradients))(arrays)
             jax.block_until_ready(expected)
-    found: list[Figure] = []
+    figures: list[Figure] = []
     launches: dict[str, Callable[[], Any]] = {}
     for path in (OURS, *([CUDNN] if device.platform != "cpu" else []), XLA):
         figure = Figure(path, direction)
-        found.append(figure)
+        figures.append(figure)
         with progress.line(f"compiling {path}, {direction}"):
             program = _compiled(case, figure, arrays, device)
         if program is not None:
@@ -210,9 +210,9 @@ def _measured(case: Case, direction: Direction, arrays: Any, device: Any) -> lis
         samples = programs.interleaved(
             launches, seconds=_SECONDS, least=_LEAST_ROUNDS, most=_MOST_ROUNDS
         )
-    for figure in found:
+    for figure in figures:
         figure.samples = samples.get(figure.path, [])
-    return found
+    return figures
 
 
 def _compiled(case: Case, figure: Figure, arrays: Any, device: Any) -> Any:
@@ -286,7 +286,7 @@ def _available_bytes(device: Any) -> int | None:
 
 
 def _host_bytes() -> int | None:
-    found = [
+    limits_in_bytes = [
         1024 * int(line.split()[1])
         for line in _lines(Path("/proc/meminfo"))
         if line.startswith("MemAvailable:")
@@ -294,8 +294,8 @@ def _host_bytes() -> int | None:
     group = Path("/sys/fs/cgroup")  # the limit of a container
     limit, used = (_lines(group / f"memory.{name}") for name in ("max", "current"))
     if limit and used and limit[0].isdigit():
-        found.append(int(limit[0]) - int(used[0]))
-    return min(found, default=None)
+        limits_in_bytes.append(int(limit[0]) - int(used[0]))
+    return min(limits_in_bytes, default=None)
 
 
 def _lines(file: Path) -> Sequence[str]:
@@ -327,23 +327,23 @@ def title(case: Case) -> str:
 
 def table(figures: Sequence[Figure]) -> Table:
     """A row for each path and direction."""
-    found = tables.new_table(
+    rows = tables.new_table(
         "path", "direction", "ms", "speedup of jax-memeff", "temporary MiB", "difference", "note"
     )
     ours = {figure.direction: figure for figure in figures if figure.path == OURS}
     for figure in figures:
-        own = ours[figure.direction]
-        is_compared = figure is not own and figure.samples and own.samples
-        found.add_row(
+        our_figure = ours[figure.direction]
+        is_compared = figure is not our_figure and figure.samples and our_figure.samples
+        rows.add_row(
             figure.path,
             figure.direction,
             f"{1e3 * figure.seconds:.4g}" if figure.samples else "",
-            f"{ratio(own, figure):.2f}" if is_compared else "",
+            f"{ratio(our_figure, figure):.2f}" if is_compared else "",
             "" if figure.temporary_bytes is None else f"{figure.temporary_bytes / 2**20:.1f}",
             "" if figure.difference is None else f"{figure.difference:.1e}",
             escape(figure.reason),
         )
-    return found
+    return rows
 
 
 def advice(figures: Sequence[Figure]) -> list[str]:
@@ -404,8 +404,8 @@ def document(case: Case, figures: Sequence[Figure]) -> dict[str, Any]:
 
 
 def _record(figure: Figure) -> dict[str, Any]:
-    found = dataclasses.asdict(figure)
+    record = dataclasses.asdict(figure)
     if figure.difference is not None and not math.isfinite(figure.difference):
-        found["difference"] = None  # JSON has no NaN
-    found["seconds"] = figure.seconds if figure.samples else None
-    return found | {"is_right": figure.is_right}
+        record["difference"] = None  # JSON has no NaN
+    record["seconds"] = figure.seconds if figure.samples else None
+    return record | {"is_right": figure.is_right}

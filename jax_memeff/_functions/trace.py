@@ -139,9 +139,9 @@ def _called(call: CustomCall, elements: Sequence[Any]) -> list[Any]:
     for operand in call.inputs:
         if isinstance(operand, Scalars):
             count = operand.elements.size
-            own, left = left[:count], left[count:]
+            of_operand, left = left[:count], left[count:]
             dtype = operand.dtype
-            operand = jnp.stack([jnp.asarray(x, dtype) for x in own]).reshape(operand.shape)
+            operand = jnp.stack([jnp.asarray(x, dtype) for x in of_operand]).reshape(operand.shape)
         inputs.append(operand)
     return call.function(*inputs)
 
@@ -271,13 +271,13 @@ class _Tracer:
         return program, tuple(arrays[index] for index in used)
 
     def _traced(self, function: Callable[..., Any], types: list[tuple[str, ScalarType]]) -> Any:
-        names = ", ".join(name for name, _ in types)
+        arguments = ", ".join(name for name, _ in types)
         if not callable(function):
             raise TypeError(
-                f"{self._argument} must be a function of {len(types)} arguments ({names}), "
+                f"{self._argument} must be a function of {len(types)} arguments ({arguments}), "
                 f"got {function!r}"
             )
-        _check_arguments(function, len(types), f"{self._argument} must take ({names})")
+        _check_arguments(function, len(types), f"{self._argument} must take ({arguments})")
 
         # A fresh function for each call: JAX caches jaxprs by function, with the tracers that they
         # close over.
@@ -346,8 +346,8 @@ class _Tracer:
             (self._graph.number(x, types[0][1]), types[0][1]) for x in self._before.literals
         ]
         inputs = [Scalars(np.array(index), np.dtype(dtype)) for index, dtype in indices]
-        (found,) = self._interpreter.run(traced, inputs)
-        value = int(self._interpreter.scalars(found).elements[()])
+        (result_array,) = self._interpreter.run(traced, inputs)
+        value = int(self._interpreter.scalars(result_array).elements[()])
         return self._graph.add("convert_element_type", result, (value,))
 
 

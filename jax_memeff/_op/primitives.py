@@ -197,8 +197,8 @@ def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any)
     from jax_memeff._cuda import lowering
 
     def in_jax(*leaves: jax.Array) -> Sequence[jax.Array]:
-        own = {**params, "options": _with_gpu_tiles(params["options"])}
-        return _blockwise_backward(*leaves, **own)
+        with_gpu_tiles = {**params, "options": _with_gpu_tiles(params["options"])}
+        return _blockwise_backward(*leaves, **with_gpu_tiles)
 
     return lowering.lower_backward(ctx, *operands, in_jax=in_jax, **params)
 

@@ -115,8 +115,8 @@ def cotangents(
     if row_bias:
         rows = jnp.zeros_like(lse) if dlse is None else dlse
         if operands.sinks is not None:
-            own = sinks.probabilities(operands, options, lse)
-            rows = rows + own * sinks.delta(out, dout, dlse)
+            probabilities = sinks.probabilities(operands, options, lse)
+            rows = rows + probabilities * sinks.delta(out, dout, dlse)
         gradients = gradients._replace(bias=_row_bias_gradient(operands, options, lse, rows))
     return gradients
 
@@ -184,9 +184,10 @@ def _tangent_transpose(cts: Any, *leaves: Any, tree: Any, options: Options) -> l
     needs_grad = needs_grad_of(operands, linear)
     dout, dlse = (None if type(ct) is ad.Zero else ct for ct in cts)
     gradients = cotangents(operands, options, (out, lse), dout, dlse, needs_grad)
-    found = named_arrays(gradients)
+    gradients_by_name = named_arrays(gradients)
     return _placed(
-        leaves, ((place, found.get(name)) for name, place in named_arrays(places).items())
+        leaves,
+        ((place, gradients_by_name.get(name)) for name, place in named_arrays(places).items()),
     )
 
 
@@ -372,13 +373,12 @@ def attention(operands: AnyOperands, options: Options) -> tuple[jax.Array, ...]:
     With ``options.row_maxima`` also the row maxima, which have no derivative.
     """
     with compat.located_here():
-        if is_forward_mode() or pages_of(operands) is not None:
+        if is_forward_mode() or operands.pages is not None:
             # Paged calls have no derivative in either mode; the rule of the primitive says so.
             return primitives.forward(operands, options)
-        return _in_reverse_mode(operands, options)
+        return compat.compiled_in_eager_shard_map(_in_reverse_mode)(operands, options)
 
 
-@compat.compiled_in_eager_shard_map
 def _in_reverse_mode(operands: Any, options: Options) -> tuple[jax.Array, ...]:
     return _attention(reverse_mode_only(operands), options)
 

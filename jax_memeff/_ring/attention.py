@@ -54,10 +54,9 @@ def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
     """
     if is_forward_mode():
         return _forward(operands, ring)
-    return _in_reverse_mode(operands, ring)
+    return compat.compiled_in_eager_shard_map(_in_reverse_mode)(operands, ring)
 
 
-@compat.compiled_in_eager_shard_map
 def _in_reverse_mode(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
     return _attention(reverse_mode_only(operands), ring)
 
@@ -152,9 +151,9 @@ def valid_rows(operands: Operands, ring: Ring) -> jax.Array | bool:
     lengths = operands.mask.query_lengths
     if lengths is None:
         return True
-    own = jnp.asarray(ring.chunks, lengths.dtype)[lax.axis_index(ring.axis_name)]
-    rows = operands.query.shape[1] // own.size
-    positions = own[:, None] * rows + jnp.arange(rows, dtype=lengths.dtype)[None]
+    chunks = jnp.asarray(ring.chunks, lengths.dtype)[lax.axis_index(ring.axis_name)]
+    rows = operands.query.shape[1] // chunks.size
+    positions = chunks[:, None] * rows + jnp.arange(rows, dtype=lengths.dtype)[None]
     return (positions.reshape(1, -1) < lengths[:, None])[..., None]
 
 

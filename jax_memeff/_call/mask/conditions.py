@@ -50,8 +50,8 @@ class Window:
 
     def traced(self) -> TracedWindow:
         """The same window with bounds that are data, aligned top-left."""
-        own = self.clamped(_MOST_TRACED)
-        left, right = (None if x is None else jnp.int32(x) for x in (own.left, own.right))
+        clamped = self.clamped(_MOST_TRACED)
+        left, right = (None if x is None else jnp.int32(x) for x in (clamped.left, clamped.right))
         return TracedWindow(left, right, "top_left")
 
     def clamped(self, most: int) -> Window:
@@ -207,11 +207,11 @@ class BlockTable:
         if not self.listed.size:  # JAX cannot index it, and the call has no element that reads it
             return jnp.bool_(False)
         place = (batch, head, *blocks)
-        own = tuple(
+        index = tuple(
             x if axis >= 2 or size != 1 else 0
             for axis, (x, size) in enumerate(zip(place, self.listed.shape, strict=True))
         )
-        return self.listed.at[own].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        return self.listed.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _size(size: Any) -> int:
@@ -295,8 +295,8 @@ def common_list(lists: Sequence[KeyLists], columns: int, is_packed: bool) -> tup
     """
     if not lists:
         return ()
-    found = functools.reduce(_common, (x.distinct(columns, is_packed) for x in lists))
-    return (KeyLists(found, is_unique=True),)
+    common = functools.reduce(_common, (x.distinct(columns, is_packed) for x in lists))
+    return (KeyLists(common, is_unique=True),)
 
 
 def _common(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -117,8 +117,8 @@ def reached_columns(
     reached = None
     for window, distance in _windows(mask, sizes, position):
         if window.left is not None:
-            own = (column - start[0]) - distance >= -window.left
-            reached = own if reached is None else reached & own
+            in_window = (column - start[0]) - distance >= -window.left
+            reached = in_window if reached is None else reached & in_window
     return None if reached is None else reached[:, 0, 0]
 
 

@@ -94,7 +94,7 @@ def case(command: str, options: argparse.Namespace) -> Case:
             f"--heads must be a multiple of --key-heads, got {options.heads} and {key_heads}"
         )
     window = 64 if options.window == NO_BOUND else options.window
-    found = Case(
+    call = Case(
         kind=kind,
         B=options.batch,
         T=options.queries or options.seq,
@@ -124,17 +124,17 @@ def case(command: str, options: argparse.Namespace) -> Case:
         batch_invariant=options.batch_invariant,
         gradients=kind != "paged",
     )
-    lengths = tuple((found.T - 7 * b % found.T, found.S - 5 * b % found.S) for b in range(found.B))
+    lengths = tuple((call.T - 7 * b % call.T, call.S - 5 * b % call.S) for b in range(call.B))
     if kind == "packed":
-        return dataclasses.replace(found, lengths=lengths)
+        return dataclasses.replace(call, lengths=lengths)
     if kind == "paged":
         return dataclasses.replace(
-            found,
-            S=-(-found.S // found.page_size) * found.page_size,
-            lengths=tuple((found.T, key) for _, key in lengths),
+            call,
+            S=-(-call.S // call.page_size) * call.page_size,
+            lengths=tuple((call.T, key) for _, key in lengths),
             causal="bottom_right" if options.causal else None,
         )
-    return found
+    return call
 
 
 def _defaults() -> argparse.Namespace:

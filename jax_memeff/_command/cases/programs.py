@@ -169,8 +169,8 @@ def _mask_of_jax_nn(case: Case, arrays: Given) -> jax.Array | None:
         mask = same if mask is None else mask & same
     if (function := mask_function(case)) is not None:
         indices = [jnp.arange(size) for size in (case.B, case.N, case.T, case.S)]
-        own = _over_indices(function, indices)
-        mask = own if mask is None else mask & own
+        of_function = _over_indices(function, indices)
+        mask = of_function if mask is None else mask & of_function
     return mask
 
 
@@ -192,7 +192,9 @@ def _over_index(
         jax.eval_shape(jax.vmap(function, places, out_axes=None), *indices)
     except ValueError:  # it depends on it
         return jax.vmap(function, places)
-    return lambda *own: function(*own[:place], own[place][0], *own[place + 1 :])[None]
+    return lambda *elements: function(
+        *elements[:place], elements[place][0], *elements[place + 1 :]
+    )[None]
 
 
 def _padded(case: Case, arrays: Given, implementation: Implementation) -> tuple[jax.Array, ...]:

@@ -106,8 +106,8 @@ def require_idle() -> str:
 
 def driver() -> str:
     """The version of the driver, "" if nvidia-smi does not tell it."""
-    found = _smi("--query-gpu=driver_version", "--format=csv,noheader", *_chosen_gpu())
-    return (found or "").split("\n")[0].strip()
+    output = _smi("--query-gpu=driver_version", "--format=csv,noheader", *_chosen_gpu())
+    return (output or "").split("\n")[0].strip()
 
 
 def _smi(*arguments: str) -> str | None:
@@ -399,13 +399,13 @@ def _row(case: Case, outcome: dict[str, Any]) -> list[str]:
     row += [_worst(errors.get(path, [])) for path in ("kernels", "blockwise")]
     for direction in _DIRECTIONS:
         times = outcome.get("seconds", {}).get(direction, {})
-        own = [f"{1e3 * statistics.median(x):.3g}" for p, x in times.items() if p == "memeff_cuda"]
+        ours = [f"{1e3 * statistics.median(x):.3g}" for p, x in times.items() if p == "memeff_cuda"]
         peers = [
             f"{_PEERS[p]} {1e3 * statistics.median(x):.3g}"
             for p, x in times.items()
             if p != "memeff_cuda"
         ]
-        row.append(", ".join(own + peers))
+        row.append(", ".join(ours + peers))
     return row
 
 
