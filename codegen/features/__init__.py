@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .bias import BIAS, AskedBias, CompiledBias
-from .delta import DELTA_FROM_SCORES
 from .feature import OPERANDS, Feature, Flag, Operand
 from .flags import DETERMINISTIC, DROPOUT, POSITIONS, ROW_MAXIMA, SINKS
-from .functions import FUNCTIONS
+from .functions import DELTA_FROM_SCORES, FUNCTIONS
 from .mask import BOOLEAN, KEYS, LENGTHS, MASK, SEGMENTS
 from .pages import PAGES, AskedPages
 

@@ -14,8 +14,7 @@ from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import functions
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.features.bias import BiasLayout
-from jax_memeff.codegen.features.delta import AskedDelta
-from jax_memeff.codegen.features.functions import AskedFunctions
+from jax_memeff.codegen.features.functions import AskedDelta, AskedFunctions
 from jax_memeff.codegen.problem import Direction, Dtype, Problem
 from jax_memeff.codegen.strategy import Sizes
 
