@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from .sizes import Sizes
+from .strategy import Sizes
 
 
 class BlockMask(NamedTuple):

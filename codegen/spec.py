@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from jax_memeff.codegen import gpu
 from jax_memeff.codegen.gpu import Gpu
-from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy
 
 from . import features as registry
 from .features.feature import Constant, CppType, Feature, KernelTraits, ProblemLike

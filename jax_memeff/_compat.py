@@ -147,17 +147,19 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def compiled_in_eager_shard_map(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """``function(operands, static)``, wrapped in ``jax.jit`` if the enclosing shard_map is eager.
+    """``function(operands, static)`` itself; wrapped in ``jax.jit`` in an eager shard_map.
 
     Outside of ``jax.jit``, JAX evaluates ``jax.shard_map`` op by op, and custom_vjp with symbolic
     zeros is not implemented there.
     """
+    return _compiled(function) if _in_eager_shard_map() else function
+
+
+@functools.cache
+def _compiled(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     jitted = jax.jit(function, static_argnums=1)
 
-    @functools.wraps(function)
     def call(operands: Any, static: Any) -> Any:
-        if not _in_eager_shard_map():
-            return function(operands, static)
         with jax.disable_jit(False):
             return jitted(operands, static)
 

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jax_memeff import config
-from jax_memeff._command import argument_types, build, explain, output, tables
+from jax_memeff._command import build, command_line, explain, tables
 from jax_memeff._command.cases import options as call_options
 from jax_memeff._command.tables import new_table
 from jax_memeff.codegen import arch as archs
@@ -63,7 +63,7 @@ _NO_ARCH = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = _parser()
-    out = Console(file=cast("TextIO", output.Output(sys.stdout)), highlight=False)
+    out = Console(file=cast("TextIO", command_line.Output(sys.stdout)), highlight=False)
     if not out.is_terminal:  # a file gets whole lines, which a terminal's width would cut
         out.width = _FILE_WIDTH
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -73,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     except BrokenPipeError:  # of --help; rich treats those of commands alike
-        output.discard()
+        command_line.discard()
         return 1
-    except output.OutputError as error:
-        output.discard()
+    except command_line.OutputError as error:
+        command_line.discard()
         errors.print(str(error), style="red", markup=False)
         return 1
     except (CompileError, UnsupportedError) as error:
@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _info(options: argparse.Namespace, out: Console) -> int:
     table = new_table("part", "value")
     table.add_row("jax_memeff", _package_version())
-    for part, found in nvrtc.versions().items():
-        table.add_row(part, escape(found))
+    for part, part_version in nvrtc.versions().items():
+        table.add_row(part, escape(part_version))
     table.add_row("devices", ", ".join(_device_archs()) or "none found")
     table.add_row("JAX_MEMEFF_ARCHS", ", ".join(config.archs()) or "not set")
     cache = program_cache.current()
@@ -122,7 +122,7 @@ def _doctor(options: argparse.Namespace, out: Console) -> int:
 
 
 def _verify(options: argparse.Namespace, out: Console) -> int:
-    from jax_memeff._command.verify import chosen, parent, report
+    from jax_memeff._command.verify import chosen, parent
 
     if options.like and options.all:
         raise ValueError("expected --like for one call, or --all for the library's, not both")
@@ -145,8 +145,8 @@ def _verify(options: argparse.Namespace, out: Console) -> int:
     )
     driver = parent.driver()
     if options.json is not None:
-        options.json.write_text(json.dumps(report.document(record, driver), indent=1) + "\n")
-    text = report.markdown(record, driver, time.monotonic() - start)
+        options.json.write_text(json.dumps(parent.document(record, driver), indent=1) + "\n")
+    text = parent.markdown(record, driver, time.monotonic() - start)
     out.print(text, markup=False, soft_wrap=True)
     if record.is_interrupted:
         return _INTERRUPTED
@@ -155,19 +155,16 @@ def _verify(options: argparse.Namespace, out: Console) -> int:
 
 def _bench(options: argparse.Namespace, out: Console) -> int:
     case = call_options.case("bench", options)
-    # They import JAX, which the other commands do not need.
-    measure, report = (
-        importlib.import_module(f"jax_memeff._command.bench.{name}")
-        for name in ("measure", "report")
-    )
-    figures = measure.measure(case, backward=not options.forward_only)
+    # It imports JAX, which the other commands do not need.
+    bench = importlib.import_module("jax_memeff._command.bench")
+    figures = bench.measure(case, backward=not options.forward_only)
     if options.json is not None:
-        options.json.write_text(json.dumps(report.document(case, figures), indent=1) + "\n")
-    out.print(report.title(case), markup=False, soft_wrap=True)
-    tables.print_whole(out, report.table(figures))
-    for line in report.advice(figures):
+        options.json.write_text(json.dumps(bench.document(case, figures), indent=1) + "\n")
+    out.print(bench.title(case), markup=False, soft_wrap=True)
+    tables.print_whole(out, bench.table(figures))
+    for line in bench.advice(figures):
         out.print(line, markup=False, soft_wrap=True)
-    return 0 if all(figure.samples for figure in figures if figure.path == measure.OURS) else 1
+    return 0 if all(figure.samples for figure in figures if figure.path == bench.OURS) else 1
 
 
 def _kernels(options: argparse.Namespace, out: Console) -> int:
@@ -298,11 +295,11 @@ def _specs(options: argparse.Namespace, arch: str) -> Iterable[KernelSpec]:
     if not options.page_size:  # paged calls have no gradient
         for sums in (False, True):
             problems[_problem(options, arch, "backward", sums_gradients=sums)] = None
-    found = dict.fromkeys(spec for problem in problems for spec in select.select_all(problem))
+    specs = dict.fromkeys(spec for problem in problems for spec in select.select_all(problem))
     with contextlib.suppress(UnsupportedError):  # then tangents are computed in plain JAX
         tangents = _problem(options, arch, "tangent", sums_gradients=False)
-        found |= dict.fromkeys(select.select_all(tangents))
-    return found
+        specs |= dict.fromkeys(select.select_all(tangents))
+    return specs
 
 
 def _add_rows(table: Table, spec: KernelSpec, arch: str, compiled: Compiled) -> None:
@@ -341,12 +338,14 @@ def _features(options: argparse.Namespace, sums_gradients: bool) -> dict[str, An
     ``sums_gradients``: whether kernels sum the gradients of arrays that a score function reads.
     """
     features = {feature.name: feature.from_flags(options) for feature in FEATURES}
-    names = options.score_function, options.mask_function
-    if names == (None, None):
+    function_names = options.score_function, options.mask_function
+    if function_names == (None, None):
         return features
     # Tracing imports JAX, which the other commands do not need.
     named_functions = importlib.import_module("jax_memeff._cuda.named_functions")
-    return named_functions.added(features, *names, dtype=options.dtype, gradients=sums_gradients)
+    return named_functions.added(
+        features, *function_names, dtype=options.dtype, gradients=sums_gradients
+    )
 
 
 def _archs(options: argparse.Namespace) -> tuple[str, ...]:
@@ -378,7 +377,7 @@ def _package_version() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = output.Parser(
+    parser = command_line.Parser(
         prog="python -m jax_memeff",
         description="The kernels of jax_memeff: list them, explain a choice, compile them.",
     )
@@ -392,7 +391,7 @@ def _parser() -> argparse.ArgumentParser:
                 "--arch",
                 action="append",
                 metavar="sm_NN",
-                type=argument_types.architecture,
+                type=command_line.architecture,
                 help="an architecture, repeatable; default: JAX_MEMEFF_ARCHS, else local devices",
             )
         return added
@@ -413,13 +412,13 @@ def _parser() -> argparse.ArgumentParser:
     explained.add_argument(
         "--direction", choices=DIRECTIONS, default="forward", help="tangent: forward mode (jvp)"
     )
-    explained.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES, required=True)
-    argument_types.add_dims(explained, required=True)
+    explained.add_argument("--dtype", type=command_line.dtype, choices=DTYPES, required=True)
+    command_line.add_dims(explained, required=True)
     explained.add_argument(
         "--all", action="store_true", help="every kernel that was not chosen; default: the nearest"
     )
     explained.add_argument(
-        "--seq", type=argument_types.size, help="query and key length: draws the tiles"
+        "--seq", type=command_line.size, help="query and key length: draws the tiles"
     )
     explained.add_argument(
         "--query-rows",
@@ -439,8 +438,8 @@ def _parser() -> argparse.ArgumentParser:
         "compile kernels into the cache: those of one problem if features are given, else the "
         "usual ones of a head dim (plain, each feature alone, all features)",
     )
-    build.add_argument("--dtype", type=argument_types.dtype, choices=SPEC_DTYPES)
-    argument_types.add_dims(build, required=False)
+    build.add_argument("--dtype", type=command_line.dtype, choices=SPEC_DTYPES)
+    command_line.add_dims(build, required=False)
     build.add_argument("--all", action="store_true", help="all dtypes and dims, unless named")
     build.add_argument(
         "--models",
@@ -476,7 +475,7 @@ def _add_verify(add: Any) -> None:
     )
     verify.add_argument(
         "--limit",
-        type=argument_types.seconds,
+        type=command_line.seconds,
         default=60.0,
         metavar="SECONDS",
         help="kill a process whose launch takes longer; compiling does not count; default: 60",
@@ -489,7 +488,7 @@ def _add_verify(add: Any) -> None:
     _add_json(verify)
     verify.add_argument(
         "--log",
-        type=argument_types.file_to_write,
+        type=command_line.file_to_write,
         default="jax_memeff_verify.jsonl",
         metavar="FILE",
         help="each phase is on the disk before it begins; default: %(default)s",
@@ -513,7 +512,7 @@ def _add_bench(add: Any) -> None:
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
-        type=argument_types.file_to_write,
+        type=command_line.file_to_write,
         metavar="FILE",
         help="also write the results here",
     )

@@ -11,16 +11,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .bias import BIAS, AskedBias, CompiledBias
-from .delta import DELTA_FROM_SCORES
-from .deterministic import DETERMINISTIC
-from .dropout import DROPOUT
 from .feature import OPERANDS, Feature, Flag, Operand
-from .functions import FUNCTIONS
+from .flags import DETERMINISTIC, DROPOUT, POSITIONS, ROW_MAXIMA, SINKS
+from .functions import DELTA_FROM_SCORES, FUNCTIONS
 from .mask import BOOLEAN, KEYS, LENGTHS, MASK, SEGMENTS
 from .pages import PAGES, AskedPages
-from .positions import POSITIONS
-from .row_maxima import ROW_MAXIMA
-from .sinks import SINKS
 
 __all__ = [
     "BIAS",

@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from .deterministic import DETERMINISTIC
 from .feature import (
     Constant,
     CppType,
@@ -20,6 +19,7 @@ from .feature import (
     SupportRow,
     expect_one_of,
 )
+from .flags import DETERMINISTIC
 
 BiasBits = Literal["16", "32"]
 BiasLayout = Literal["full", "common", "columns", "rows"]
@@ -125,15 +125,15 @@ class Bias(Feature[AskedBias | None, CompiledBias | None]):
         return CompiledBias(asked.bits, _access(asked, kernel), _gradient(asked, problem, kernel))
 
     def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
-        found: dict[str, Constant | CppType] = {"kBias": spec[self] is not None}
+        constants: dict[str, Constant | CppType] = {"kBias": spec[self] is not None}
         if (bias := spec[self]) is not None:
             element = "float" if bias.bits == "32" else spec.bias_element
-            found["BiasElement"] = CppType(element)
-            found["kBiasAccess"] = f"memeff::BiasAccess::{bias.access}"
-            found["kTmaBias"] = spec.tma_bias
+            constants["BiasElement"] = CppType(element)
+            constants["kBiasAccess"] = f"memeff::BiasAccess::{bias.access}"
+            constants["kTmaBias"] = spec.tma_bias
         if spec.direction == "backward":
-            found["kBiasGradient"] = f"memeff::BiasGradient::{gradient(spec)}"
-        return found
+            constants["kBiasGradient"] = f"memeff::BiasGradient::{gradient(spec)}"
+        return constants
 
     def tag(self, compiled: CompiledBias | None, kernel: KernelTraits) -> str:
         if compiled is None:

@@ -1,4 +1,8 @@
-"""The user's functions of scores and of the mask."""
+"""The user's functions of scores and of the mask, and the delta that their gradients need.
+
+``delta`` is the row sum that a backward subtracts from dP; gradients of captured arrays ask for it
+in more digits than the output has.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,53 @@ from .feature import (
     SupportRow,
 )
 from .pages import PAGES
+
+
+class AskedDelta(NamedTuple):
+    """Delta as the sum of ``P * dP`` over each row."""
+
+    has_sinks: bool
+    """Whether rows have sinks; else the probabilities of a row sum to 1."""
+
+
+class DeltaFromScores(Feature[AskedDelta | None, AskedDelta | None]):
+    """A kernel of its own takes delta from the scores, before the main kernel. Only gradients of
+    captured arrays ask for it (jax_memeff/_call/functions.py), so it has no flag and no axis.
+    """
+
+    name, title = "delta_from_scores", "delta from the scores"
+    off = None
+    together = None
+
+    def compiled(self, problem: ProblemLike, kernel: KernelTraits) -> AskedDelta | None:
+        return problem[self]
+
+    def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
+        compiled = spec[self]
+        return {} if compiled is None else {"kNormalizesDelta": not compiled.has_sinks}
+
+    def gradient_tag(self, compiled: AskedDelta | None) -> str:
+        if compiled is None:
+            return ""
+        return "deltasinks" if compiled.has_sinks else "delta"
+
+    def sort_key(self, compiled: AskedDelta | None) -> tuple:
+        return () if compiled is None else (1, *compiled)
+
+    def reasons(self, spec: SpecLike, problem: ProblemLike) -> list[str]:
+        if spec[self] is not None and not spec.kernel.sums_function_gradients:
+            return ["it takes delta from the rounded output"]
+        return []
+
+    def words(self, asked: AskedDelta | None) -> str:
+        return self.title
+
+    def asked_by(self, call: Any) -> AskedDelta | None:
+        return call.delta_from_scores
+
+
+DELTA_FROM_SCORES = DeltaFromScores()
+
 
 _ELEMENT_BYTES = {"bool": 1, "uint8": 1, "float16": 2, "bfloat16": 2}
 _SCALAR_TYPES = ("float32", "int32", "uint32", "bool")
@@ -83,8 +134,8 @@ class AskedFunctions(NamedTuple):
     @property
     def programs(self) -> dict[str, Program]:
         """The programs that are present, by their names in kernels."""
-        found = {"score": self.score, "mask": self.mask}
-        return {name: program for name, program in found.items() if program is not None}
+        programs = {"score": self.score, "mask": self.mask}
+        return {name: program for name, program in programs.items() if program is not None}
 
 
 class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
@@ -139,23 +190,23 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
     def constants(self, spec: SpecLike) -> Mapping[str, Constant | CppType]:
         compiled = spec[self] or AskedFunctions(None, None)
         names = [array.name for array in spec.captured_arrays]
-        found: dict[str, Constant | CppType] = {}
+        constants: dict[str, Constant | CppType] = {}
         arrays = names.index("function_head_index") + 1 if compiled.programs else 0
         literals = 0
         for name in ("score", "mask"):
             title, program = name.capitalize(), compiled.programs.get(name)
-            found[f"k{title}Function"] = program is not None
+            constants[f"k{title}Function"] = program is not None
             if program is not None:
-                found[f"{title}Function"] = CppType(f"memeff::function::{title}Program")
-                found[f"k{title}Captured"], found[f"k{title}Literals"] = arrays, literals
+                constants[f"{title}Function"] = CppType(f"memeff::function::{title}Program")
+                constants[f"k{title}Captured"], constants[f"k{title}Literals"] = arrays, literals
                 arrays += len(program.arrays)
                 literals += program.literal_count
-        found["kFunctionGradient"] = bool(compiled.gradients)
+        constants["kFunctionGradient"] = bool(compiled.gradients)
         if compiled.gradients:
-            found["kFixedPointSums"] = compiled.fixed_point
-            found["kFixedPointBits"] = FIXED_POINT_BITS
-            found["CapturedGradients"] = CppType("memeff::function::CapturedGradients")
-        return found
+            constants["kFixedPointSums"] = compiled.fixed_point
+            constants["kFixedPointBits"] = FIXED_POINT_BITS
+            constants["CapturedGradients"] = CppType("memeff::function::CapturedGradients")
+        return constants
 
     def source(self, spec: SpecLike) -> str:
         compiled = spec[self]
@@ -303,8 +354,8 @@ def _gradient(functions: AskedFunctions, index: int) -> CapturedArray:
 
 def _mask_arrays(functions: AskedFunctions) -> Iterator[CapturedArray]:
     if functions.mask is not None:
-        own = len(functions.mask.arrays) - len(functions.bounds)
-        yield from _arrays("mask_captured", functions.mask.arrays[:own])
+        tested_arrays = len(functions.mask.arrays) - len(functions.bounds)
+        yield from _arrays("mask_captured", functions.mask.arrays[:tested_arrays])
         yield from (CapturedArray(name) for name in functions.bounds)
 
 
@@ -314,14 +365,14 @@ def _gradients(spec: SpecLike, functions: AskedFunctions) -> str:
     if not functions.gradients or functions.score is None:
         return ""
     places = {array.name: place for place, array in enumerate(spec.captured_arrays)}
-    found = (
+    gradient_places = (
         str(places.get(f"captured{index}_gradient", -1))
         for index in range(len(functions.score.arrays))
     )
-    ways = (f"ReadSum::{own.value}" for own in functions.read_sums)
+    ways = (f"ReadSum::{read_sum.value}" for read_sum in functions.read_sums)
     return (
         "namespace memeff::function {\n\nstruct CapturedGradients {\n"
-        f"  static constexpr int kArrays[] = {{{', '.join(found)}}};\n"
+        f"  static constexpr int kArrays[] = {{{', '.join(gradient_places)}}};\n"
         f"  static constexpr ReadSum kSums[] = {{{', '.join(ways)}}};\n}};\n\n}}\n"
     )
 

@@ -8,12 +8,11 @@ is traced again, even for other lengths, has the same source.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from jax_memeff.codegen.functions.constants import float32_bits
-from jax_memeff.codegen.functions.finite import is_finite
-from jax_memeff.codegen.functions.levels import Graph, Level, Node, kept
-from jax_memeff.codegen.functions.nodes import graph, slope
+from jax_memeff.codegen.functions.nodes import Graph, Level, Node, float32_bits, graph, kept, slope
 from jax_memeff.codegen.functions.program import Program
 from jax_memeff.codegen.functions.ranges import member
 from jax_memeff.codegen.functions.regions import diagonal_reads
@@ -253,10 +252,10 @@ def _facts(program: Program, nodes: Graph) -> str:
         if reads:
             arrays = [str(int(program.values[read].param("array"))) for read in reads]
             lines.append(_array_fact("int", "kReadArrays", arrays))
-            found = [_cpp(read in along) for read in reads]
-            lines.append(_array_fact("bool", "kDiagonalReads", found))
-            found = [_cpp(is_finite(program, result)) for result in program.results[2:]]
-            lines.append(_array_fact("bool", "kReadDerivativesAreFinite", found))
+            are_diagonal = [_cpp(read in along) for read in reads]
+            lines.append(_array_fact("bool", "kDiagonalReads", are_diagonal))
+            are_finite = [_cpp(is_finite(program, result)) for result in program.results[2:]]
+            lines.append(_array_fact("bool", "kReadDerivativesAreFinite", are_finite))
     return "\n".join(lines) + "\n"
 
 
@@ -266,3 +265,46 @@ def _array_fact(cpp_type: str, name: str, values: Sequence[str]) -> str:
 
 def _cpp(value: bool) -> str:
     return "true" if value else "false"
+
+
+_LARGEST = 2.0**100
+"""Far below the overflow of float32, so that rounding errors do not matter."""
+
+
+def is_finite(program: Program, value: int) -> bool:
+    """Whether a float is known to be finite: integers as floats, and sums and products of them.
+
+    Kernels multiply such a derivative by the zero gradient of a masked element without a test. Any
+    other derivative may be inf or NaN there.
+
+    >>> from jax_memeff.codegen.functions.program import Value
+    >>> key = Value("key", "int32")
+    >>> program = Program((key, Value("convert_element_type", "float32", (0,))), (1,), ())
+    >>> is_finite(program, 1)
+    True
+    """
+    bounds: list[float] = []
+    for operand in program.values[: value + 1]:
+        args = [bounds[arg] for arg in operand.args]
+        is_float = operand.dtype == "float32"
+        bounds.append(_bound(operand.op, dict(operand.params), args) if is_float else 2.0**32)
+    return bounds[value] <= _LARGEST
+
+
+def _bound(op: str, params: dict[str, Any], bounds: list[float]) -> float:
+    """An upper bound on the magnitude of the result; inf if unknown."""
+    if op == "constant":
+        number = abs(float(params["value"]))
+        return number if number <= _LARGEST else math.inf
+    if op in ("add", "sub"):
+        return sum(bounds)
+    if op == "mul":
+        # The product of 0 and an unknown number may be NaN.
+        return math.inf if math.inf in bounds else math.prod(bounds)
+    if op in ("neg", "abs", "sign"):
+        return bounds[0]
+    if op == "convert_element_type":
+        return bounds[0]
+    if op == "select_n":
+        return max(bounds[1:])
+    return math.inf

@@ -1,18 +1,20 @@
 """A program as typed C++ expressions, each with the level at which a kernel evaluates it.
 
-A read becomes several nodes: an index clamped to the array, the address, and the load. Nodes that
-depend on the head, the row or the column alone are evaluated once for each of these, and kept in
-registers if that is cheaper than evaluating them again for each score.
+Numbers become C++ expressions with exactly the same value. A read becomes several nodes: an index
+clamped to the array, the address, and the load. Nodes that depend on the head, the row or the
+column alone are evaluated once for each of these, and kept in registers if that is cheaper than
+evaluating them again for each score.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import enum
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jax_memeff.codegen import launch
-from jax_memeff.codegen.functions.constants import constant, float_constant, reciprocal
-from jax_memeff.codegen.functions.levels import KEPT_FROM, Graph, Level, Node, joined
 from jax_memeff.codegen.functions.operations import (
     BITCASTS,
     CHEAP,
@@ -23,6 +25,149 @@ from jax_memeff.codegen.functions.operations import (
     exact_values,
 )
 from jax_memeff.codegen.functions.program import INPUTS, CapturedType, Program, Value
+
+
+def reciprocal(number: float) -> tuple[float, bool] | None:
+    """1 / number rounded to float32, and whether multiplying by it gives exactly the quotients.
+
+    None if the number or its reciprocal is not a normal float32.
+
+    >>> reciprocal(-8.0), reciprocal(3.0), reciprocal(0.0)
+    ((-0.125, True), (0.3333333432674408, False), None)
+    """
+    number = _rounded(number)
+    if not 2.0**-126 <= abs(number) <= 2.0**126:
+        return None
+    return _rounded(1 / number), abs(math.frexp(number)[0]) == 0.5
+
+
+def _rounded(number: float) -> float:
+    """The nearest float32, which is infinite beyond the range."""
+    try:
+        return struct.unpack("<f", struct.pack("<f", number))[0]
+    except OverflowError:
+        return math.copysign(math.inf, number)
+
+
+def float32_bits(number: float) -> int:
+    """The bits of a number rounded to float32."""
+    return struct.unpack("<I", struct.pack("<f", _rounded(number)))[0]
+
+
+def constant(dtype: str, number: Any) -> str:
+    """A number of a scalar type of 32 bits, or a bool.
+
+    Raises ``ValueError`` if it is not such a number.
+
+    >>> constant("int32", -7), constant("float32", 0.1), constant("bool", 1)
+    ('int(0xfffffff9u)', '0x1.99999ap-4f', 'true')
+    """
+    if dtype == "bool":
+        return "true" if number else "false"
+    if dtype == "float32":
+        return float_constant(float(number))
+    if dtype == "uint32":
+        return f"{int(number) % 2**32}u"
+    number = int(number)
+    if not -(2**31) <= number < 2**31:
+        raise ValueError(f"a constant of type int32 needs a number of 32 bits, got {number}")
+    # C++ has no negative literals: -2147483648 would be the negation of a long.
+    return str(number) if number >= 0 else f"int({number % 2**32:#x}u)"
+
+
+def float_constant(number: float) -> str:
+    """A float32, in hexadecimal if it is not whole."""
+    rounded = _rounded(number)
+    if math.isnan(number):
+        return "__uint_as_float(0x7fc00000u)"
+    if math.isinf(rounded):
+        return f"__uint_as_float({'0x7f800000u' if number > 0 else '0xff800000u'})"
+    if abs(rounded) < 2**24 and rounded == int(rounded) and math.copysign(1, rounded) == 1:
+        return f"{int(rounded)}.0f"
+    mantissa, _, exponent = rounded.hex().partition("p")
+    text = f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}p{exponent}f"
+    return f"({text})" if text.startswith("-") else text
+
+
+KEPT_FROM = 4
+"""From this cost upwards, a register is cheaper than another evaluation."""
+
+
+class Level(enum.IntEnum):
+    """How often a node is evaluated; the enum's values give the order of evaluation."""
+
+    HEAD = 0
+    ROW = 1
+    COLUMN = 2
+    ELEMENT = 3
+
+
+class Node(NamedTuple):
+    """A C++ expression over earlier nodes."""
+
+    cpp_type: str
+    form: str
+    args: tuple[int, ...] = ()
+    level: Level = Level.HEAD
+    cost: int = CHEAP
+    inline: bool = False
+    """Whether the expression is a name or a number, which needs no variable."""
+
+
+class Graph(NamedTuple):
+    """The nodes of a program in topological order, and which of them are its results."""
+
+    nodes: tuple[Node, ...]
+    results: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """For each of ``Program.float_reads``, the offset of the element in its array; -1 if none."""
+    values: tuple[int, ...]
+    """The node of each value of the program."""
+
+
+def kept(nodes: Sequence[Node], targets: Iterable[int]) -> frozenset[int]:
+    """The nodes below Level.ELEMENT whose values are kept, if ``targets`` are needed per element.
+
+    A node is kept if a node of a higher level uses it, and if its cost, including the nodes that
+    it needs and that are not kept, is worth a register.
+    """
+    users: dict[int, Level] = {}
+    pending = [(target, Level.ELEMENT) for target in targets]
+    seen: set[tuple[int, Level]] = set()
+    while pending:
+        if (edge := pending.pop()) in seen:
+            continue
+        seen.add(edge)
+        index, level = edge
+        users[index] = max(users.get(index, Level.HEAD), level)
+        pending += [(arg, nodes[index].level) for arg in nodes[index].args]
+    kept_nodes: set[int] = set()
+    for index in sorted(users):
+        node = nodes[index]
+        if node.level < users[index] and _cone_cost(nodes, index, kept_nodes) >= KEPT_FROM:
+            kept_nodes.add(index)
+    return frozenset(kept_nodes)
+
+
+def _cone_cost(nodes: Sequence[Node], index: int, kept_nodes: set[int]) -> int:
+    """The cost of a node and of the nodes of its own level that it needs."""
+    cost, pending, seen = 0, [index], {index}
+    while pending:
+        node = nodes[pending.pop()]
+        cost += node.cost
+        fresh = {arg for arg in node.args if nodes[arg].level == node.level} - seen - kept_nodes
+        seen |= fresh
+        pending += fresh
+    return cost
+
+
+def joined(levels: Iterable[Level]) -> Level:
+    """The level of an expression whose operands have these levels."""
+    distinct = set(levels)
+    if {Level.ROW, Level.COLUMN} <= distinct:
+        return Level.ELEMENT
+    return max(distinct, default=Level.HEAD)
+
 
 # The element types of captured arrays in device memory.
 ELEMENT_TYPES = {
@@ -71,12 +216,12 @@ def graph(program: Program, *, precise: bool) -> Graph:
     return _Builder(program, precise).graph()
 
 
-def slope(found: Graph) -> int | None:
+def slope(nodes: Graph) -> int | None:
     """The node of the slope if the value is the score plus ``slope * (key - query)``, with one
     slope per head; None if the value does not have this form.
     """
-    value = found.nodes[found.results[0]]
-    if value.form != _PLUS_SCALED_DIFFERENCE or found.nodes[value.args[0]].form != "score":
+    value = nodes.nodes[nodes.results[0]]
+    if value.form != _PLUS_SCALED_DIFFERENCE or nodes.nodes[value.args[0]].form != "score":
         return None
     return value.args[1]
 
@@ -171,13 +316,13 @@ class _Builder:
             operand = self.program.values[operand.args[0]]
         if value.dtype != "float32" or index in self.exact or operand[:2] != ("sub", "int32"):
             return None
-        names = [self.program.values[arg].op for arg in operand.args]
-        if sorted(names) != ["key", "query"]:
+        operations = [self.program.values[arg].op for arg in operand.args]
+        if sorted(operations) != ["key", "query"]:
             return None
         key, query = sorted(operand.args, key=lambda arg: self.program.values[arg].op)
         args = (self.of_value[key], self.of_value[query])
         difference = self._node("float", _DIFFERENCE, args)
-        if not size and names[0] == "key":
+        if not size and operations[0] == "key":
             return difference
         # 0 - 0 is 0, as it is in integers; -0 is not.
         return self._node("float", "fabsf({0})" if size else _NEGATIVE, (difference,))

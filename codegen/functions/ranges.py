@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jax_memeff.codegen.functions.constants import constant
-from jax_memeff.codegen.functions.nodes import ELEMENT_TYPES
+from jax_memeff.codegen.functions.nodes import ELEMENT_TYPES, constant
 from jax_memeff.codegen.functions.operations import (
     BITCASTS,
     CONVERSIONS,

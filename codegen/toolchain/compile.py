@@ -1,4 +1,4 @@
-"""Source to fatbin, through the cache.
+"""Source to fatbin, through the cache, and what the log of ``ptxas -v`` says of the kernels.
 
 A kernel of a few KB becomes a cubin of several hundred KB, because the default execution space
 turns the constants of the libraries' namespaces into symbols. nvFatbin compresses it to a tenth,
@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from jax_memeff.codegen import emit
 from jax_memeff.codegen.spec import KernelSpec
@@ -23,9 +25,66 @@ from jax_memeff.codegen.toolchain import (
     prebuilt,
     program_cache,
     progress,
-    resources,
 )
-from jax_memeff.codegen.toolchain.resources import Resource
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_TIMES = re.compile(r"^ptxas info\s*: Compile time = .*\n?", re.MULTILINE)
+# The family of ptxas remarks about lost performance, such as serialized WGMMA.
+_WARNING = re.compile(r"\(?C75\d\d\)?")
+
+
+class Resource(NamedTuple):
+    """Per-thread registers and spilled bytes of one kernel, and its static shared memory."""
+
+    name: str
+    registers: int
+    spill_store: int
+    spill_load: int
+    shared_bytes: int
+
+
+def parse(log: str, names: Sequence[str]) -> list[Resource]:
+    """One ``Resource`` for each of ``names`` that the log mentions, in the order of ``names``.
+
+    >>> log = "Compiling entry function 'k' for 'sm_80'\\nUsed 10 registers, 1024 bytes smem"
+    >>> parse(log, ["k"])
+    [Resource(name='k', registers=10, spill_store=0, spill_load=0, shared_bytes=1024)]
+    """
+    # Drop the text before the first entry; names and texts alternate after it.
+    parts = _ENTRY.split(log)[1:]
+    text_of = dict(zip(parts[::2], parts[1::2], strict=True))
+    return [
+        Resource(name, _first(_REGISTERS, text), *_spills(text), _first(_SHARED, text))
+        for name in names
+        if (text := text_of.get(name)) is not None
+    ]
+
+
+def warnings(log: str) -> list[str]:
+    """The lines of the log in which ptxas reports lost performance (C75xx)."""
+    return [line.strip() for line in log.splitlines() if _WARNING.search(line)]
+
+
+def without_times(log: str) -> str:
+    """The log without the times that ptxas took, so that equal kernels have equal logs.
+
+    >>> without_times("ptxas info    : Compile time = 71.153 ms\\nptxas info    : 0 bytes gmem")
+    'ptxas info    : 0 bytes gmem'
+    """
+    return _TIMES.sub("", log)
+
+
+def _first(pattern: re.Pattern, text: str) -> int:
+    match = pattern.search(text)
+    return int(match[1]) if match else 0
+
+
+def _spills(text: str) -> tuple[int, int]:
+    match = _SPILLS.search(text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +113,8 @@ def compile(spec: KernelSpec, arch: str) -> Compiled:
     rejects the source, or cannot be run.
     """
     arguments = source(spec, arch)
-    if (found := lookup_source(*arguments)) is not None:
-        return found
+    if (compiled := lookup_source(*arguments)) is not None:
+        return compiled
     with progress.line(f"jax_memeff compiles {spec.name} for {arch}"):
         return _compile_and_store(*arguments)
 
@@ -88,8 +147,8 @@ def source(spec: KernelSpec, arch: str) -> tuple[str, str, tuple[str, ...]]:
 
 def compile_source(source: str, arch: str, names: Sequence[str]) -> Compiled:
     """Compile CUDA C++ with the options and headers of every kernel; ``names`` are its kernels."""
-    if (found := lookup_source(source, arch, names)) is not None:
-        return found
+    if (compiled := lookup_source(source, arch, names)) is not None:
+        return compiled
     return _compile_and_store(source, arch, names)
 
 
@@ -114,9 +173,9 @@ def compile_uncached(source: str, arch: str, names: Sequence[str]) -> Compiled:
     return Compiled(
         image=nvrtc.fatbin(code, arch, names[0]),
         names=tuple(names),
-        resources=tuple(resources.parse(log, names)),
-        warnings=tuple(resources.warnings(log)),
-        log=resources.without_times(log),
+        resources=tuple(parse(log, names)),
+        warnings=tuple(warnings(log)),
+        log=without_times(log),
         seconds=time.perf_counter() - start,
         cached=False,
     )
@@ -175,14 +234,16 @@ def _unpack(payload: bytes, names: tuple[str, ...], start: float) -> Compiled | 
     meta, _, image = payload.partition(b"\n")
     try:
         fields = json.loads(meta)
-        found = tuple(Resource(*values) for values in fields["resources"])
+        resources = tuple(Resource(*values) for values in fields["resources"])
         warnings, log, size = tuple(fields["warnings"]), fields["log"], fields["image_bytes"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    numbers = [size, *(number for resource in found for number in resource[1:])]
+    numbers = [size, *(number for resource in resources for number in resource[1:])]
     are_typed = all(isinstance(text, str) for text in (log, *warnings))
     if not are_typed or not all(isinstance(number, int) for number in numbers):
         return None
-    if not image or len(image) != size or any(resource.name not in names for resource in found):
+    if not image or len(image) != size or any(resource.name not in names for resource in resources):
         return None
-    return Compiled(image, names, found, warnings, log, time.perf_counter() - start, cached=True)
+    return Compiled(
+        image, names, resources, warnings, log, time.perf_counter() - start, cached=True
+    )

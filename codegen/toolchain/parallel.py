@@ -1,8 +1,9 @@
 """Many kernels at once, in processes: NVRTC holds a lock, so threads would compile one by one.
 
-The processes are started as ``python -m jax_memeff.codegen.toolchain.worker``. The spawn method of
-``multiprocessing`` would import the user's main script again: a training script without a
-``__main__`` guard would run twice.
+The processes are started as ``python -m jax_memeff.codegen.toolchain.parallel`` (:func:`main`). The
+spawn method of ``multiprocessing`` would import the user's main script again: a training script
+without a ``__main__`` guard would run twice. They read pickled sources and write pickled results,
+and do not open the cache: the parent process stores the results, and warns once if it cannot.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import descriptors, nvrtc, parts
-from jax_memeff.codegen.toolchain.compile import Compiled
+from jax_memeff.codegen.toolchain.compile import Compiled, compile_uncached
 from jax_memeff.errors import CompileError
 
 Job = tuple[KernelSpec, str]
@@ -45,8 +46,8 @@ def compile_many(
 
     missing = []
     for job in dict.fromkeys(jobs):
-        if (found := compiler.lookup(*job)) is not None:
-            finish(job, found)
+        if (compiled := compiler.lookup(*job)) is not None:
+            finish(job, compiled)
         else:
             missing.append(job)
     count = min(len(missing), processes or _available_cores())
@@ -103,7 +104,7 @@ class _Worker:
     def __init__(self):
         # -P keeps modules of the working directory from shadowing installed ones.
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jax_memeff.codegen.toolchain.worker"],
+            [sys.executable, "-P", "-m", "jax_memeff.codegen.toolchain.parallel"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, parts.python_path()))},
@@ -140,3 +141,28 @@ def _available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def main() -> None:
+    """A process of :func:`compile_many`: compiles sources until its standard input ends."""
+    # Only results may reach the pipe: output of libraries goes to standard error.
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            job = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer = (True, compile_uncached(*job))
+        except CompileError as error:
+            answer = (False, (str(error), error.log, error.versions))
+        try:
+            pickle.dump(answer, results)
+            results.flush()
+        except BrokenPipeError:  # the parent was killed
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -225,7 +225,7 @@ def prepare(
     mask = padded(common, scores_shape, named, batched)
     operands = Operands(**arrays, mask=mask, **common.arrays)
     options = dataclasses.replace(common.options, latent_dim=values_dim)
-    if not mask.key_lists:
+    if values_dim is not None and not mask.key_lists:
         operands, options = with_values(operands, options)
     return AttentionCall(operands, options, batched)
 

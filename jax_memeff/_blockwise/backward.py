@@ -32,9 +32,8 @@ from jax_memeff._blockwise.tiles import (
 )
 from jax_memeff._call.divisors import gradient_shape, summed
 from jax_memeff._call.functions import needs_delta_from_scores
-from jax_memeff._call.gradients import Gradients, NeedsGrad
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands import Gradients, NeedsGrad, Operands
 from jax_memeff._call.options import Options
 
 

@@ -37,16 +37,18 @@ from jax_memeff._call.divisors import (
     with_values,
     without_divisors,
 )
-from jax_memeff._call.gradients import (
+from jax_memeff._call.operands import (
     Gradients,
     NeedsGrad,
+    Operands,
     QkvPackedGradients,
+    QkvPackedOperands,
     array_of,
+    batch_of,
     gradients_needed,
     named_arrays,
     replaced,
 )
-from jax_memeff._call.operands import Operands, QkvPackedOperands, batch_of
 from jax_memeff._call.options import Options
 
 Sums = tuple[jax.Array, jax.Array]

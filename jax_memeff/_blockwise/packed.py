@@ -17,16 +17,18 @@ from jax import export, lax
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise.pages import Pools
 from jax_memeff._call.divisors import gradient_shape, without_divisors
-from jax_memeff._call.gradients import (
+from jax_memeff._call.operands import (
     Gradients,
+    Item,
     NeedsGrad,
+    Operands,
     array_of,
     captured_name,
     gradients_needed,
     gradients_of,
+    mapped,
     replaced,
 )
-from jax_memeff._call.operands import Item, Operands, mapped
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import Sequences, token_indices
 from jax_memeff._call.values import score_dtype
@@ -151,8 +153,8 @@ def _widened(x: jax.Array) -> jax.Array:
 
 def _added(total: jax.Array, part: jax.Array, index: jax.Array, sequences: int) -> jax.Array:
     """A gradient [1|B, ...] plus that of a sequence, [1, ...], whose other dims may be smaller."""
-    own = (index // (sequences // total.shape[0]), *(slice(size) for size in part.shape[1:]))
-    return total.at[own].add(part[0])
+    place = (index // (sequences // total.shape[0]), *(slice(size) for size in part.shape[1:]))
+    return total.at[place].add(part[0])
 
 
 def _is_empty(operands: Operands) -> bool:
@@ -212,15 +214,15 @@ def sequence_of(
     def of_scores(x: Any) -> Any:
         return None if x is None else x[:, :, : rows.size, : columns.size]
 
-    own = mapped(of_sequence, operands)
-    mask, sequences = own.mask, own.sequences
+    one = mapped(of_sequence, operands)
+    mask, sequences = one.mask, one.sequences
     # The pages of a tile are gathered when it is read.
     is_paged = operands.pages is not None
-    return own._replace(
+    return one._replace(
         query=_take(operands.query, rows),
         key=operands.key if is_paged else _take(operands.key, columns),
         value=operands.value if is_paged else _take(operands.value, columns),
-        bias=of_scores(own.bias),
+        bias=of_scores(one.bias),
         mask=dataclasses.replace(
             mask,
             query_lengths=sequences.query_lengths,

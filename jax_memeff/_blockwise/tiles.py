@@ -20,10 +20,9 @@ from jax_memeff._blockwise.functions import Coordinates
 from jax_memeff._blockwise.pages import Pools
 from jax_memeff._call import dropout
 from jax_memeff._call.divisors import as_gradient, broadcastable, expanded, of_booleans, summed
-from jax_memeff._call.gradients import captured_name
 from jax_memeff._call.mask import tiles as mask_tiles
 from jax_memeff._call.mask.tiles import slice_axis, slice_tile
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands import Operands, captured_name
 from jax_memeff._call.options import RANDOM_BLOCK, Options
 from jax_memeff._call.sequences import INVARIANT_COLUMNS
 from jax_memeff._call.values import likely_batch, score_dtype
@@ -417,8 +416,10 @@ class Problem:
         """The score function, with ``captured`` in place of some of the captured arrays."""
         program, batch = self.options.score_function, self.group_shape[0]
         assert program is not None
-        own = (captured.get(index, x) for index, x in enumerate(self.captured))
-        arrays = [x if x.shape[0] == 1 else expanded(x, batch // x.shape[0], batch) for x in own]
+        replaced = (captured.get(index, x) for index, x in enumerate(self.captured))
+        arrays = [
+            x if x.shape[0] == 1 else expanded(x, batch // x.shape[0], batch) for x in replaced
+        ]
         return functions.modified(program, scores, coordinates, arrays, valid)
 
 

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_memeff._call.gradients import differentiable
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import (
     Item,
     Operands,
     QkvPackedOperands,
     batch_of,
+    differentiable,
     is_packed,
     items,
     mapped,
@@ -110,15 +110,15 @@ def with_divisors(operands: Any) -> list[Item]:
 
 def changed(operands: Any, divisors: Divisors, change: Callable[[int, int], int]) -> Divisors:
     """New divisors: ``change(batch indices of an array, its divisor)``."""
-    found, sums = {}, {}
+    of_operands, sums = {}, {}
     batch = batch_of(operands)
     for item in with_divisors(operands):
         shape = item.array.shape
-        found[item.name] = change(shape[0], divisors[item.name])
+        of_operands[item.name] = change(shape[0], divisors[item.name])
         if item.operand.has_gradient and may_sum_gradient(item.name, operands):
             indices = gradient_shape(item.name, shape, operands, divisors)[0]
             sums[item.name] = change(indices, batch // indices)
-    return Divisors.of(found, sums)
+    return Divisors.of(of_operands, sums)
 
 
 def of_booleans(mask: Mask, divisors: Divisors) -> tuple[int, ...]:
@@ -172,10 +172,10 @@ def with_values(operands: Any, options: Options) -> tuple[Operands, Options]:
         return operands.separate(), options
     if options.latent_dim is None:
         return operands, options
-    own = options.divisors
+    divisors = options.divisors
     shared = Divisors.of(
-        {**dict(own.operands), "value": own["key"]},
-        dict(own.gradients),
+        {**dict(divisors.operands), "value": divisors["key"]},
+        dict(divisors.gradients),
     )
     value = operands.key[..., : options.latent_dim]
     options = dataclasses.replace(options, latent_dim=None, divisors=shared)

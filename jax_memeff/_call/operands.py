@@ -1,16 +1,16 @@
-"""The arrays of a call, as pytrees, and one table that describes them.
+"""The arrays of a call, as pytrees, one table that describes them, and their gradients.
 
 Code that handles operands without computing on them loops over :data:`OPERANDS`: batching,
 sharding, gradients, the buffers of the custom call. A new operand needs a field in
 :class:`Operands`, an entry in its feature (codegen/features), which makes its row, and the code
-that computes with it.
+that computes with it. Gradients go by name: which may exist, and which are needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -107,6 +107,10 @@ class QkvPackedOperands(NamedTuple):
     functions: FunctionState | None = None
     captured: tuple[jax.Array, ...] = ()
 
+    @property
+    def pages(self) -> None:
+        """Such a call has none."""
+
     def separate(self) -> Operands:
         """The same call with three arrays."""
         query, key, value = (self.query_key_value[:, :, index] for index in range(3))
@@ -202,11 +206,11 @@ def _rows_of(operand: features.Operand) -> Iterator[OperandRow]:
 
 def _dims(names: str) -> tuple[str, ...]:
     """``("batch|1", "heads")`` for ``"B? N"``, without ``pairs``, whose ids are separate arrays."""
-    found = (
+    dims = (
         _DIM_NAMES.get(name.rstrip("?"), name.rstrip("?")) + "|1" * name.endswith("?")
         for name in names.split()
     )
-    return tuple(dim for dim in found if dim != "pairs")
+    return tuple(dim for dim in dims if dim != "pairs")
 
 
 _QKV_PACKED_DIMS = ("batch", "positions", "slots", "heads", "head_dim")
@@ -290,3 +294,133 @@ def _operand(path: Any) -> OperandRow:
     if place is not None:
         parts[place] = "*"
     return _ROWS[".".join(parts)][1]
+
+
+class NeedsGrad(NamedTuple):
+    """The gradients that the backward computes; others are not allocated.
+
+    If query, key and value are one array, it has one gradient, and the first three are equal.
+    """
+
+    query: bool
+    key: bool
+    value: bool
+    bias: bool
+    sinks: bool = False
+    captured: tuple[bool, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The gradients that are needed; those of captured arrays are ``captured.0`` and so on."""
+        *fields, captured = self._asdict().items()
+        needed_by_name = dict(fields)
+        needed_by_name |= {captured_name(index): needed for index, needed in enumerate(captured[1])}
+        return tuple(name for name, needed in needed_by_name.items() if needed)
+
+
+class Gradients(NamedTuple):
+    """Gradients in the operands' own shapes and dtypes; None if not needed."""
+
+    query: jax.Array | None
+    key: jax.Array | None
+    value: jax.Array | None
+    bias: jax.Array | None
+    sinks: jax.Array | None = None
+    captured: tuple[jax.Array | None, ...] = ()
+
+
+class QkvPackedGradients(NamedTuple):
+    """Gradients of ``QkvPackedOperands``; None if not needed."""
+
+    query_key_value: jax.Array | None
+    bias: jax.Array | None
+    sinks: jax.Array | None = None
+    captured: tuple[jax.Array | None, ...] = ()
+
+
+AnyGradients = Gradients | QkvPackedGradients
+
+
+def captured_name(index: int) -> str:
+    """The name of a captured array: its path in the operands."""
+    return f"captured.{index}"
+
+
+def array_of(tree: Any, name: str) -> Any:
+    """The array with this name in operands, gradients or ``NeedsGrad``.
+
+    >>> array_of(NeedsGrad(True, True, True, False, captured=(False, True)), "captured.1")
+    True
+    """
+    field, *index = name.split(".")
+    value = getattr(tree, field)
+    return value[int(index[0])] if index else value
+
+
+def named_arrays(tree: Any) -> dict[str, Any]:
+    """The arrays of gradients by name, without those that are None."""
+    arrays = {name: x for name, x in tree._asdict().items() if name != "captured"}
+    arrays |= {captured_name(index): x for index, x in enumerate(tree.captured)}
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def replaced(tree: Any, arrays: dict[str, Any]) -> Any:
+    """Operands or gradients with other arrays, given by name."""
+    captured = list(tree.captured)
+    fields = {}
+    for name, x in arrays.items():
+        field, *index = name.split(".")
+        if index:
+            captured[int(index[0])] = x
+        else:
+            fields[field] = x
+    return tree._replace(captured=tuple(captured), **fields)
+
+
+def differentiable(operands: Any) -> dict[str, OperandRow]:
+    """The operands that can have a gradient, present or not, in the order of the gradients.
+
+    Captured arrays of integers are among them; their gradients are never needed.
+    """
+    rows = {}
+    for field in type(operands)._fields:
+        if field == "captured":
+            names = map(captured_name, range(len(operands.captured)))
+            rows |= dict.fromkeys(names, row_of("captured.*"))
+        elif (row := row_of(field)) and row.has_gradient:
+            rows[field] = row
+    return rows
+
+
+def gradients_needed(operands: Any, needs_grad: NeedsGrad) -> list[str]:
+    """The names of ``attention_bwd``'s results, in their order."""
+    needed = set(needs_grad.names)
+    return [
+        name
+        for name in differentiable(operands)
+        if ("query" if name == "query_key_value" else name) in needed
+        and array_of(operands, name) is not None
+    ]
+
+
+def needs_grad_of(operands: Any, needed: Iterable[str]) -> NeedsGrad:
+    """The inverse of :func:`gradients_needed`."""
+    needed_names = set(needed)
+    if isinstance(operands, QkvPackedOperands) and "query_key_value" in needed_names:
+        needed_names |= {"query", "key", "value"}
+    *fields, _ = NeedsGrad._fields
+    captured = (captured_name(index) in needed_names for index in range(len(operands.captured)))
+    return NeedsGrad(*(name in needed_names for name in fields), captured=tuple(captured))
+
+
+def gradients_of(operands: Any, given: dict[str, Any] | None = None) -> Any:
+    """Named gradients of the operands, ``AnyGradients``; the others are None."""
+    kind: Any = QkvPackedGradients if isinstance(operands, QkvPackedOperands) else Gradients
+    none = dict.fromkeys(kind._fields) | {"captured": (None,) * len(operands.captured)}
+    return replaced(kind(**none), given or {})
+
+
+def gradients_from(results: Iterable[Any], operands: Any, needs_grad: NeedsGrad) -> AnyGradients:
+    """The results of ``attention_bwd``, by name."""
+    gradient_names = gradients_needed(operands, needs_grad)
+    return gradients_of(operands, dict(zip(gradient_names, results, strict=True)))

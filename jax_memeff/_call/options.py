@@ -71,7 +71,7 @@ class Options:
     """Whether a forward also returns the largest score of each row."""
     residual_checkpoint_name: str | None = None
     """The name of output and logsumexp for the policies of ``jax.checkpoint``; None means the
-    default names of ``derivatives.named``."""
+    default names of ``vjp.named``."""
     has_whole_rows: bool = True
     """Whether the keys are all keys of each row; a product of a ring has a part of them."""
     latent_dim: int | None = None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jax_memeff import config
-from jax_memeff._command.output import OutputError
+from jax_memeff._command.command_line import OutputError
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import prebuilt

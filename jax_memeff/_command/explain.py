@@ -13,9 +13,9 @@ from rich.text import Text
 from jax_memeff.codegen import select
 from jax_memeff.codegen.features.mask import NO_BOUND
 from jax_memeff.codegen.problem import Problem
+from jax_memeff.codegen.select import family_reasons
 from jax_memeff.codegen.spec import KernelSpec
 from jax_memeff.codegen.strategy import Strategy
-from jax_memeff.codegen.support import family_reasons
 
 NEAREST = 3
 """The number of kernels shown besides the one that is selected, unless all are asked for."""

@@ -18,12 +18,11 @@ import numpy as np
 from jax import lax
 
 from jax_memeff._call.divisors import broadcastable, conjunction
-from jax_memeff._call.gradients import captured_name
 from jax_memeff._call.mask import Mask, block_mask
 from jax_memeff._call.mask.block_mask import Indices, Tiling, of_tiles
 from jax_memeff._call.mask.bounds import Captured
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import FunctionState
+from jax_memeff._call.operands import FunctionState, captured_name
 from jax_memeff._call.options import Divisors
 from jax_memeff._call.sequences import Sequences
 from jax_memeff.codegen.launch import BlockMask

@@ -15,8 +15,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_memeff._call import divisors
-from jax_memeff._call.gradients import captured_name
-from jax_memeff._call.operands import Operands, items
+from jax_memeff._call.operands import Operands, captured_name, items
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import buffers, functions
 from jax_memeff._cuda.buffers import Buffer
@@ -25,8 +24,8 @@ from jax_memeff._cuda.problem import KernelCall, bias_alignment, sizes_of
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import features, gpu
 from jax_memeff.codegen.problem import Direction
-from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.strategy import Sizes
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.errors import UnsupportedError
 

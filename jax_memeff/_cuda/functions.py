@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_memeff._blockwise import backward, packed
-from jax_memeff._call.gradients import NeedsGrad
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands import Operands, QkvPackedOperands
+from jax_memeff._call.operands import NeedsGrad, Operands, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff.codegen.features.functions import AskedFunctions
 from jax_memeff.codegen.functions.program import CapturedType, Program, Value

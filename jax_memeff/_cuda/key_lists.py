@@ -30,11 +30,16 @@ from jax_memeff._call.divisors import (
     with_values,
     without_divisors,
 )
-from jax_memeff._call.gradients import NeedsGrad
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.mask.tiles import listed_elements
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import FunctionState, Operands, QkvPackedOperands, is_packed
+from jax_memeff._call.operands import (
+    FunctionState,
+    NeedsGrad,
+    Operands,
+    QkvPackedOperands,
+    is_packed,
+)
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._call.sequences import INVARIANT_COLUMNS, Pages, Sequences, sequence_of_tokens
 

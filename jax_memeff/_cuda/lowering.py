@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 
 from jax_memeff._blockwise import derivatives as blockwise
 from jax_memeff._call import divisors, sinks
-from jax_memeff._call.gradients import (
+from jax_memeff._call.operands import (
     NeedsGrad,
     array_of,
     gradients_needed,

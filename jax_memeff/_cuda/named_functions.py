@@ -17,8 +17,7 @@ from jax_memeff._call.scaling import Scaling
 from jax_memeff._cuda.functions import in_kernel_types
 from jax_memeff._functions.trace import traced_mask_function, traced_score_function
 from jax_memeff.codegen.features import DELTA_FROM_SCORES, DETERMINISTIC, FUNCTIONS, SINKS, SOFT_CAP
-from jax_memeff.codegen.features.delta import AskedDelta
-from jax_memeff.codegen.features.functions import AskedFunctions
+from jax_memeff.codegen.features.functions import AskedDelta, AskedFunctions
 from jax_memeff.codegen.problem import DTYPE_BYTES, Dtype
 from jax_memeff.errors import UnsupportedError
 

@@ -8,17 +8,15 @@ import math
 from jax_memeff._call import divisors
 from jax_memeff._call.divisors import gradient_shape
 from jax_memeff._call.functions import needs_delta_from_scores
-from jax_memeff._call.gradients import NeedsGrad, array_of, differentiable
 from jax_memeff._call.mask import Window
-from jax_memeff._call.operands import Operands, is_packed
+from jax_memeff._call.operands import NeedsGrad, Operands, array_of, differentiable, is_packed
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._cuda import functions
 from jax_memeff.codegen.features import FEATURES
 from jax_memeff.codegen.features.bias import BiasLayout
-from jax_memeff.codegen.features.delta import AskedDelta
-from jax_memeff.codegen.features.functions import AskedFunctions
+from jax_memeff.codegen.features.functions import AskedDelta, AskedFunctions
 from jax_memeff.codegen.problem import Direction, Dtype, Problem
-from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.strategy import Sizes
 
 _DTYPES: dict[str, Dtype] = {
     "float16": "f16",

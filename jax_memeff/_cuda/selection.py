@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_memeff import config
-from jax_memeff._call.gradients import NeedsGrad
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands import NeedsGrad, Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.values import require_static

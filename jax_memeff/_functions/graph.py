@@ -4,7 +4,7 @@ Its values are those of a program with two more operations:
 
 - ``number``, with ``value``: :func:`canonical` makes it a literal or a size.
 - ``custom``: a result of a function with a derivative rule of its own. Its first argument is the
-  result of the same function without the rule (``derivative.py``).
+  result of the same function without the rule (``trace.py``).
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Graph:
             index = len(self.values)
             self.values.append(value)
             inherited = (self._dependence[arg] for arg in args)
-            own = frozenset({op} if op in INPUTS else ())
-            self._dependence.append(own.union(*inherited))
+            itself = frozenset({op} if op in INPUTS else ())
+            self._dependence.append(itself.union(*inherited))
         self._index[key] = index
         return index
 
@@ -114,14 +114,14 @@ class Graph:
         Floats beyond the limits of an integer type become these limits, and NaN becomes 0. Integers
         wrap around.
         """
-        found = self.add("convert_element_type", SCALAR_TYPES[target.name], (value,))
+        converted = self.add("convert_element_type", SCALAR_TYPES[target.name], (value,))
         if not bits_of_small(target) or not jnp.issubdtype(source, jnp.floating):
-            return self.wrapped(found, target)
+            return self.wrapped(converted, target)
         info = np.iinfo(target)
         least, most = (
             self.number(limit, "int32", structural=True) for limit in (info.min, info.max)
         )
-        return self.add("clamp", "int32", (least, found, most))
+        return self.add("clamp", "int32", (least, converted, most))
 
     def wrapped(self, value: int, dtype: np.dtype) -> int:
         """An int32 wrapped around as arithmetic in a smaller dtype wraps; others unchanged."""

@@ -33,20 +33,18 @@ import jax
 import jax.numpy as jnp
 
 from jax_memeff._call.divisors import may_sum_gradient
-from jax_memeff._call.gradients import (
-    differentiable,
-    gradients_needed,
-    named_arrays,
-    replaced,
-)
 from jax_memeff._call.operands import (
     Item,
     Operands,
     QkvPackedOperands,
+    differentiable,
+    gradients_needed,
     is_packed,
     items,
     mapped,
+    named_arrays,
     pages_of,
+    replaced,
 )
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._call.sequences import MOST_POSITIONS
@@ -113,8 +111,8 @@ class _Fold(NamedTuple):
         Entries outside the pool of a call become -1, so that they do not hit another call's page.
         """
         table = x.everywhere(self.size)
-        own = jnp.arange(self.size, dtype=table.dtype).reshape(-1, 1, 1) * pages
-        table = jnp.where((table >= 0) & (table < pages), table + own, -1)
+        first_pages = jnp.arange(self.size, dtype=table.dtype).reshape(-1, 1, 1) * pages
+        table = jnp.where((table >= 0) & (table < pages), table + first_pages, -1)
         return table.reshape(self.size * table.shape[1], table.shape[2])
 
     def tokens(self, x: _Array) -> jax.Array:
@@ -163,8 +161,8 @@ def _one_by_one(
     pairs = list(zip(leaves, are_mapped, strict=True))
 
     def one(arrays: Any) -> Any:
-        own = iter(arrays)
-        values = (next(own) if is_mapped else leaf for leaf, is_mapped in pairs)
+        mapped_arrays = iter(arrays)
+        values = (next(mapped_arrays) if is_mapped else leaf for leaf, is_mapped in pairs)
         return primitive.bind(*values, **params)
 
     return jax.lax.map(one, [leaf for leaf, is_mapped in pairs if is_mapped])
@@ -192,8 +190,8 @@ def _folded(
     results = primitive.bind(*leaves, tree=folded_tree, options=options, **params)
     have_tokens = [packed] * len(results)
     if "needs_grad" in params:
-        names = gradients_needed(operands, params["needs_grad"])
-        have_tokens = [_has_tokens(name, operands) for name in names]
+        gradient_names = gradients_needed(operands, params["needs_grad"])
+        have_tokens = [_has_tokens(name, operands) for name in gradient_names]
     return [
         fold.unfolded(result, tokens) for result, tokens in zip(results, have_tokens, strict=True)
     ]
@@ -279,16 +277,16 @@ def _folded_pool(fold: _Fold, item: Item, operands: Any) -> jax.Array:
 
 def _folded_options(fold: _Fold, operands: Any, options: Options, *, is_forward: bool) -> Options:
     divisors, packed = options.divisors, is_packed(operands)
-    own, sums = {}, {}
+    of_operands, sums = {}, {}
     for item in items(operands):
         if not item.operand.may_lack_batch(packed):
             continue
-        own[item.name] = fold.kept(item.array, divisors[item.name])[1]
+        of_operands[item.name] = fold.kept(item.array, divisors[item.name])[1]
         if item.operand.has_gradient and may_sum_gradient(item.name, operands):
             sums[item.name] = _summed_gradient(fold, item, divisors, is_forward)
     return dataclasses.replace(
         options,
-        divisors=Divisors.of(own, sums),
+        divisors=Divisors.of(of_operands, sums),
         batch_axes=(fold.size, *(options.batch_axes or (fold.batch,))),
     )
 

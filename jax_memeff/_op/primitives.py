@@ -13,7 +13,7 @@ Gradients and tangents have the whole batch even if their operand has fewer batc
 gradient of a bias may be summed over batch indices (``Divisors.gradients``).
 
 All primitives also accept ``QkvPackedOperands``, with a single gradient for query, key and value.
-Differentiation rules are in ``derivatives.py``.
+Differentiation rules are in ``vjp.py``.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from jax_memeff._blockwise import derivatives as blockwise_derivatives
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._blockwise import packed as blockwise_packed
 from jax_memeff._call import divisors, sinks
-from jax_memeff._call.gradients import (
+from jax_memeff._call.operands import (
     AnyGradients,
+    AnyOperands,
     NeedsGrad,
+    QkvPackedOperands,
     array_of,
     gradients_from,
     gradients_needed,
 )
-from jax_memeff._call.operands import AnyOperands, QkvPackedOperands
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
 from jax_memeff._compat import Primitive
@@ -196,8 +197,8 @@ def _cuda_backward(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any)
     from jax_memeff._cuda import lowering
 
     def in_jax(*leaves: jax.Array) -> Sequence[jax.Array]:
-        own = {**params, "options": _with_gpu_tiles(params["options"])}
-        return _blockwise_backward(*leaves, **own)
+        with_gpu_tiles = {**params, "options": _with_gpu_tiles(params["options"])}
+        return _blockwise_backward(*leaves, **with_gpu_tiles)
 
     return lowering.lower_backward(ctx, *operands, in_jax=in_jax, **params)
 

@@ -45,7 +45,7 @@ def check_heads(axis_name: object, devices: int, heads: int, key_heads: int) -> 
 
 
 def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
-    """Results of a device's rows; arguments and results as in ``derivatives.attention``."""
+    """Results of a device's rows; arguments and results as in ``vjp.attention``."""
     whole = compat.cast_to_common_varying_axes(_whole_sequence(operands, ring))
     return tuple(_to_sequence(x, ring) for x in vjp.attention(whole, ring.options))
 

@@ -27,19 +27,18 @@ from jax.custom_derivatives import SymbolicZero
 from jax_memeff import _compat as compat
 from jax_memeff._blockwise.tiles import write_block
 from jax_memeff._call import sinks
-from jax_memeff._call.gradients import (
+from jax_memeff._call.operands import (
     Gradients,
     NeedsGrad,
+    Operands,
     array_of,
     gradients_of,
     named_arrays,
     replaced,
 )
-from jax_memeff._call.operands import Operands
 from jax_memeff._call.values import score_dtype
 from jax_memeff._op import primitives
-from jax_memeff._op.derivatives import named
-from jax_memeff._op.vjp import Perturbed, is_forward_mode, perturbed, reverse_mode_only
+from jax_memeff._op.vjp import Perturbed, is_forward_mode, named, perturbed, reverse_mode_only
 from jax_memeff._ring.products import Keys, Ring, RingCall, Sums
 from jax_memeff._ring.schedule import Product
 
@@ -55,10 +54,9 @@ def attention(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
     """
     if is_forward_mode():
         return _forward(operands, ring)
-    return _in_reverse_mode(operands, ring)
+    return compat.compiled_in_eager_shard_map(_in_reverse_mode)(operands, ring)
 
 
-@compat.compiled_in_eager_shard_map
 def _in_reverse_mode(operands: Operands, ring: Ring) -> tuple[jax.Array, ...]:
     return _attention(reverse_mode_only(operands), ring)
 
@@ -153,9 +151,9 @@ def valid_rows(operands: Operands, ring: Ring) -> jax.Array | bool:
     lengths = operands.mask.query_lengths
     if lengths is None:
         return True
-    own = jnp.asarray(ring.chunks, lengths.dtype)[lax.axis_index(ring.axis_name)]
-    rows = operands.query.shape[1] // own.size
-    positions = own[:, None] * rows + jnp.arange(rows, dtype=lengths.dtype)[None]
+    chunks = jnp.asarray(ring.chunks, lengths.dtype)[lax.axis_index(ring.axis_name)]
+    rows = operands.query.shape[1] // chunks.size
+    positions = chunks[:, None] * rows + jnp.arange(rows, dtype=lengths.dtype)[None]
     return (positions.reshape(1, -1) < lengths[:, None])[..., None]
 
 

@@ -41,8 +41,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jax_memeff import _compat as compat
 from jax_memeff._call.divisors import changed, gradient_shape
-from jax_memeff._call.gradients import gradients_needed, gradients_of
-from jax_memeff._call.operands import Item, QkvPackedOperands, batch_of, items, mapped
+from jax_memeff._call.operands import (
+    Item,
+    QkvPackedOperands,
+    batch_of,
+    gradients_needed,
+    gradients_of,
+    items,
+    mapped,
+)
 from jax_memeff._call.options import Options
 from jax_memeff._call.values import score_dtype
 from jax_memeff._compat import Primitive
@@ -178,14 +185,14 @@ class _ShardedCall(NamedTuple):
             indices, *_ = (*item.array.shape, 1)  # a position may have no dims
             return batch.named(named, indices, divisors[item.name])
 
-        own = mapped(one, operands, dims(operands))
+        operand_dims = mapped(one, operands, dims(operands))
         indices = math.prod(batch.sizes)
         forward = tuple(batch.named(named, indices) for named in result_dims(operands))
         gradients = self.gradient_dims
         names = {
-            1: (own,),  # attention_fwd
-            4: (own, *forward, gradients_of(operands, gradients)),  # attention_tangent
-            5: (own, *forward, *forward),  # attention_bwd
+            1: (operand_dims,),  # attention_fwd
+            4: (operand_dims, *forward, gradients_of(operands, gradients)),  # attention_tangent
+            5: (operand_dims, *forward, *forward),  # attention_bwd
         }[len(arrays)]
         present = jax.tree.map(
             lambda array, dims: None if array is None else dims,
@@ -206,7 +213,7 @@ class _ShardedCall(NamedTuple):
     def gradient_dims(self) -> dict[str, str]:
         """The dims of the gradients, which may have more batch indices than their operands."""
         operands, indices = self.operands, math.prod(self.batch.sizes)
-        found = {}
+        dims_by_name = {}
         for item in items(operands):
             if not item.operand.has_gradient:
                 continue
@@ -214,8 +221,8 @@ class _ShardedCall(NamedTuple):
                 item.name, item.array.shape, operands, self.params["options"].divisors
             )
             named = named_dims(item.operand, shape, operands)
-            found[item.name] = self.batch.named(named, shape[0], indices // shape[0])
-        return found
+            dims_by_name[item.name] = self.batch.named(named, shape[0], indices // shape[0])
+        return dims_by_name
 
     def partitioned(
         self, leaves: Sequence[Any], rule: SdyShardingRule, digest: str
@@ -293,7 +300,7 @@ class _ShardedCall(NamedTuple):
         row_devices = axes.devices(layout.rows)
         key_heads = heads_of(self.operands)[1] // axes.devices(layout.key_heads)
 
-        def own(x: jax.Array, dims: str) -> jax.Array:
+        def local_heads(x: jax.Array, dims: str) -> jax.Array:
             return take_own_key_heads(batch.joined(x, dims), dims.split(), layout)
 
         def result(x: jax.Array, dims: str) -> jax.Array:
@@ -303,7 +310,7 @@ class _ShardedCall(NamedTuple):
             return batch.split(_summed(whole, layout.reduced(dims)).astype(x.dtype), dims)
 
         def on_device(*leaves: jax.Array) -> list[jax.Array]:
-            arguments = jax.tree.unflatten(params["tree"], map(own, leaves, in_dims))
+            arguments = jax.tree.unflatten(params["tree"], map(local_heads, leaves, in_dims))
             if len(self.arrays) == 1:
                 arguments = with_positions(arguments, layout, row_devices)
                 arguments = with_own_starts(arguments, layout)
@@ -311,8 +318,8 @@ class _ShardedCall(NamedTuple):
                 first = with_positions(arguments[0], layout, row_devices)
                 arguments = (first, *arguments[1:])
             local, tree = jax.tree.flatten(arguments)
-            found = self.primitive.bind(*local, **{**params, "tree": tree})
-            return list(map(result, found, out_dims))
+            results = self.primitive.bind(*local, **{**params, "tree": tree})
+            return list(map(result, results, out_dims))
 
         def shardings(dims: Sequence[str]) -> list[NamedSharding]:
             return [NamedSharding(mesh, layout.spec(names)) for names in dims]
@@ -326,39 +333,43 @@ class _ShardedCall(NamedTuple):
         def divisor(indices: int, divisor: int) -> int:
             return part.later(self.batch.run(indices, divisor))
 
-        own = changed(self.operands, options.divisors, divisor)
-        return dataclasses.replace(options, divisors=own, batch_axes=part.sizes)
+        divisors = changed(self.operands, options.divisors, divisor)
+        return dataclasses.replace(options, divisors=divisors, batch_axes=part.sizes)
 
     def layout(self, given: Sequence[Any]) -> tuple[Layout, DeviceAxes]:
         """The sharding of the call, for operands of these shardings, and its mesh."""
         arrays = items(self.operands)
-        names = self.dims[0][: len(arrays)]
+        dims_of_arrays = self.dims[0][: len(arrays)]
         limit = limits(self.operands, self.params["options"])
         strides = [
             _strides_of(sharding, len(dims.split()))
-            for sharding, dims in zip(given[: len(arrays)], names, strict=True)
+            for sharding, dims in zip(given[: len(arrays)], dims_of_arrays, strict=True)
         ]
         axes = DeviceAxes((1, self.devices), self.axes)
         for stride in itertools.chain.from_iterable(itertools.chain(*filter(None, strides))):
             axes = axes.cut_at(stride.stride, stride.end)
         sizes = [
             self.batch.split_shape(item.array.shape, dims)
-            for item, dims in zip(arrays, names, strict=True)
+            for item, dims in zip(arrays, dims_of_arrays, strict=True)
         ]
-        for dim, size, own in zip(names[0].split(), sizes[0], strides[0] or (), strict=False):
+        for dim, size, array_strides in zip(
+            dims_of_arrays[0].split(), sizes[0], strides[0] or (), strict=False
+        ):
             if dim == "heads":
-                axes = axes.cut_evenly(own, heads_of(self.operands)[1])
-            axes = axes.cut_evenly(own, limit[dim].units if dim in limit else size)
+                axes = axes.cut_evenly(array_strides, heads_of(self.operands)[1])
+            axes = axes.cut_evenly(array_strides, limit[dim].units if dim in limit else size)
         sharded = [
             Sharded(
                 item.operand,
                 item.title,
                 shape,
                 dims.split(),
-                axes.spec(own),
+                axes.spec(array_strides),
                 item.array.dtype.itemsize,
             )
-            for item, shape, dims, own in zip(arrays, sizes, names, strides, strict=True)
+            for item, shape, dims, array_strides in zip(
+                arrays, sizes, dims_of_arrays, strides, strict=True
+            )
         ]
         found, moves = fitted(sharded, axes, limit)
         if self.primitive.name == "attention_fwd":  # the other primitives have the same operands

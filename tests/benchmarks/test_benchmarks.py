@@ -17,7 +17,7 @@ from harness import BENCHMARKS, document, modules
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features import NUMBERS, AskedBias
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes
+from jax_memeff.codegen.strategy import Sizes
 
 __all__ = ["document", "modules"]
 

@@ -5,7 +5,7 @@ import json
 from harness import modules
 
 from jax_memeff._command.cases.case import Case
-from jax_memeff._command.verify import report as verify_report
+from jax_memeff._command.verify import parent
 from jax_memeff._command.verify.parent import Record
 
 __all__ = ["modules"]
@@ -35,7 +35,7 @@ def results_of_verify():
         DECODE: outcome("passed", seconds={"forward": times(memeff_cuda=2, jax_xla=1)}),
         WRONG: outcome("failed"),
     }
-    return verify_report.document(Record(machine, outcomes), "580.65.06")
+    return parent.document(Record(machine, outcomes), "580.65.06")
 
 
 def test_tables_are_made_of_the_results_of_verify(modules, tmp_path):

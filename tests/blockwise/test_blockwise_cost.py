@@ -15,9 +15,8 @@ from jaxprs import primitives_of
 import jax_memeff
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call import dropout
-from jax_memeff._call.gradients import NeedsGrad
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands import NeedsGrad, Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.scaling import Scaling
 
@@ -82,7 +81,7 @@ import jax, jax.numpy as jnp
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import Operands
-from jax_memeff._call.gradients import NeedsGrad
+from jax_memeff._call.operands import NeedsGrad
 from jax_memeff._call.options import Options
 from jax_memeff._call.scaling import Scaling
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax_memeff.codegen.features import BIAS, PACKED
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes, ceil_div
+from jax_memeff.codegen.strategy import Sizes, ceil_div
 
 PARTS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_90a")
 

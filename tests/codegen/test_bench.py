@@ -12,9 +12,9 @@ import pytest
 from command_line import environment, run
 
 from jax_memeff import cli
-from jax_memeff._command.bench import measure, report
-from jax_memeff._command.bench.measure import CUDNN, OURS, XLA, Figure
-from jax_memeff._command.cases import programs, timing
+from jax_memeff._command import bench as command
+from jax_memeff._command.bench import CUDNN, OURS, XLA, Figure
+from jax_memeff._command.cases import programs
 from jax_memeff._command.cases.case import Case
 
 __all__ = ["environment"]
@@ -31,7 +31,7 @@ def functions(monkeypatch):
         alibi=lambda s, b, h, q, k: s - 0.1 * abs(q - k),
     )
     monkeypatch.setitem(sys.modules, "own", own)
-    monkeypatch.setattr(measure, "_SECONDS", 0.05)
+    monkeypatch.setattr(command, "_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_what_jax_nn_lacks_is_said(bench, options, lacking):
 
 def test_scores_that_do_not_fit_are_not_computed(bench, monkeypatch):
     scores = 4 * 2 * 4 * 640 * 640
-    monkeypatch.setattr(measure, "_available_bytes", lambda device: scores)
+    monkeypatch.setattr(command, "_available_bytes", lambda device: scores)
     code, text, document = bench("--seq 640")
     ours, peer = document["figures"]
     assert code == 0 and ours["samples"]
@@ -147,7 +147,7 @@ def test_scores_that_do_not_fit_are_not_computed(bench, monkeypatch):
 
 def test_a_program_that_does_not_fit_is_not_run(bench, monkeypatch):
     """XLA needs the scores and more; the path in plain JAX needs a part of them."""
-    monkeypatch.setattr(measure, "_available_bytes", lambda device: 1.2 * 4 * 2 * 4 * 640 * 640)
+    monkeypatch.setattr(command, "_available_bytes", lambda device: 1.2 * 4 * 2 * 4 * 640 * 640)
     code, text, document = bench("--seq 640", short=False)
     reasons = [found["reason"] for found in document["figures"] if found["path"] == XLA]
     assert code == 0 and all(reason.startswith("it takes ") for reason in reasons), reasons
@@ -263,14 +263,14 @@ def figure(path, samples=(), memory=None, reason="", difference=None):
     ],
 )
 def test_the_advice_names_the_fastest_peer_and_admits_losses(found, said):
-    assert report.advice(found) == [f"forward: {said}"]
+    assert command.advice(found) == [f"forward: {said}"]
 
 
 def test_paths_take_turns(monkeypatch):
     clock, turns = itertools.count(), []
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(programs.time, "perf_counter", lambda: float(next(clock)))
     launches = {name: lambda name=name: turns.append(name) for name in "abc"}
-    samples = timing.interleaved(launches, seconds=20, least=3, most=50)
+    samples = programs.interleaved(launches, seconds=20, least=3, most=50)
     assert {name: len(own) for name, own in samples.items()} == dict.fromkeys("abc", 6)
     rounds = ["".join(turns[i : i + 3]) for i in range(3, len(turns), 3)]
     assert rounds == ["abc", "acb", "bac", "bca", "cab", "cba"]
@@ -278,5 +278,5 @@ def test_paths_take_turns(monkeypatch):
 
 def test_a_wrong_result_is_told_in_json():
     wrong = figure(OURS, [1, 2, 3], difference=float("inf"))
-    (record,) = report.document(Case(), [wrong])["figures"]
+    (record,) = command.document(Case(), [wrong])["figures"]
     assert (record["difference"], record["is_right"], record["seconds"]) == (None, False, 2)

@@ -15,8 +15,7 @@ from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.strategy import Strategy
 from jax_memeff.codegen.toolchain import compile as compiler
 from jax_memeff.codegen.toolchain import nvrtc, parallel, parts, program_cache
-from jax_memeff.codegen.toolchain.compile import Compiled
-from jax_memeff.codegen.toolchain.resources import Resource
+from jax_memeff.codegen.toolchain.compile import Compiled, Resource
 from jax_memeff.errors import CompileError
 
 pytest.importorskip("cuda.core", reason="needs the cuda13 or nvrtc extra")

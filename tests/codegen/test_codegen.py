@@ -10,11 +10,11 @@ from problems import PARTS, access, problem
 
 from jax_memeff import config
 from jax_memeff.codegen import arch as archs
-from jax_memeff.codegen import emit, features, gpu, select, support
+from jax_memeff.codegen import emit, features, gpu, select
 from jax_memeff.codegen.features import AskedBias
 from jax_memeff.codegen.features.bias import gradient
 from jax_memeff.codegen.kernels import KERNELS
-from jax_memeff.codegen.toolchain import resources
+from jax_memeff.codegen.toolchain import compile as compiler
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,7 +117,7 @@ def test_backward_computes_only_needed_gradients(needs_grad):
     assert ("_postprocess(" in source) == ("query" in needs_grad) == (len(spec.entry_points) == 3)
     every = select.select(problem("backward", head_dim=64))
     assert spec.name != every.name
-    (reason,) = support.spec_reasons(every, problem("backward", head_dim=64, needs_grad=needs_grad))
+    (reason,) = select.spec_reasons(every, problem("backward", head_dim=64, needs_grad=needs_grad))
     assert reason.startswith("it computes the gradients of query, key, value, not of ")
 
 
@@ -136,7 +136,7 @@ def test_bias_and_its_gradient(bits, layout):
     assert (spec.entry_points[-1].name == f"{spec.name}_dbias_postprocess") == (layout != "full")
     constant = select.select(problem("backward", bias=AskedBias(bits, layout)))
     assert "kBiasGradient = memeff::BiasGradient::none;" in emit.source(constant)
-    reasons = support.spec_reasons(constant, asked)
+    reasons = select.spec_reasons(constant, asked)
     assert reasons == [f"its bias gradient is none, not {layout}"]
 
 
@@ -153,7 +153,7 @@ def test_rows_of_a_bias_that_are_not_aligned_are_read_by_words(alignment):
     spec = select.select(asked)
     assert access(spec) == "words" and spec.name.endswith("bias16words_sm80")
     assert spec == select.select(problem(bias=AskedBias("16", alignment=2)))
-    (reason,) = support.spec_reasons(select.select(problem(bias=AskedBias("16"))), asked)
+    (reason,) = select.spec_reasons(select.select(problem(bias=AskedBias("16"))), asked)
     assert reason == "it reads a bias by vectors, not by words"
     for layout in ("columns", "rows"):
         broadcast = problem(bias=AskedBias("16", layout, alignment))
@@ -230,11 +230,11 @@ ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem
 ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
 ptxas info    : Compiling entry function 'first' for 'sm_90a'
 ptxas info    : Used 10 registers"""
-    assert resources.parse(log, ["first", "second", "third"]) == [
-        resources.Resource("first", 10, 0, 0, 0),
-        resources.Resource("second", 255, 8, 12, 1024),
+    assert compiler.parse(log, ["first", "second", "third"]) == [
+        compiler.Resource("first", 10, 0, 0, 0),
+        compiler.Resource("second", 255, 8, 12, 1024),
     ]
-    (warning,) = resources.warnings(log)
+    (warning,) = compiler.warnings(log)
     assert "(C7510)" in warning
 
 

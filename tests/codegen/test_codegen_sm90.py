@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from problems import SIZES, ctas, key_tiles, problem, row_tiles
 
-from jax_memeff.codegen import emit, gpu, select, support
+from jax_memeff.codegen import emit, gpu, select
 from jax_memeff.codegen.features import BOOLEAN, SEGMENTS, AskedBias
 from jax_memeff.codegen.features.bias import gradient
 from jax_memeff.codegen.features.functions import AskedFunctions
@@ -16,8 +16,7 @@ from jax_memeff.codegen.kernels.sm90 import backward
 from jax_memeff.codegen.kernels.sm90.base import dbias_bytes_and_stages
 from jax_memeff.codegen.kernels.sm90.forward import FmhaFwdSm90
 from jax_memeff.codegen.kernels.sm90.two_kernel_backward import FmhaBwdTwoKernelSm90
-from jax_memeff.codegen.sizes import Sizes, ceil_div
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy, ceil_div
 
 pytestmark = pytest.mark.quick
 
@@ -30,7 +29,7 @@ def test_few_work_tiles_use_consumer_groups_on_hopper():
     assert (spec.tile.query, spec.threads) == (64, 384)
     assert "static constexpr int kConsumerGroups = 2;" in emit.source(spec)
     assert "_groups_" not in select.select(problem(arch="sm_90a")).name
-    (reason,) = support.spec_reasons(spec, problem(arch="sm_90a"))
+    (reason,) = select.spec_reasons(spec, problem(arch="sm_90a"))
     assert reason.startswith("its consumer groups are for few work tiles")
     # Head dims without such a tile split their keys, unless sequences are packed.
     wider = {"head_dim": 256, "value_dim": 256, "arch": "sm_90a"}
@@ -67,10 +66,10 @@ def test_few_kv_blocks_use_split_q():
     assert [entry.grid.splits for entry in spec.entry_points] == ["", "each", ""]
     assert "static constexpr bool kSplitQ = true;" in emit.source(spec)
     assert not select.select(problem("backward", arch="sm_90a")).split_q
-    (reason,) = support.spec_reasons(spec, problem("backward", arch="sm_90a"))
+    (reason,) = select.spec_reasons(spec, problem("backward", arch="sm_90a"))
     assert reason.startswith("several of its CTAs share a KV block (split-Q)")
     whole = select.select(problem("backward", **hopper))
-    (reason,) = support.spec_reasons(whole, problem("backward", **hopper), few)
+    (reason,) = select.spec_reasons(whole, problem("backward", **hopper), few)
     assert reason.startswith("each of its CTAs owns a KV block")
     needs_grad = ("query", "bias")
     others: tuple[dict[str, Any], ...] = (

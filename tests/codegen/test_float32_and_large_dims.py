@@ -7,8 +7,7 @@ from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features import PACKED, AskedBias
 from jax_memeff.codegen.kernels.sm90.forward import Tile
 from jax_memeff.codegen.kernels.sm90.large_dim_backward import FmhaBwdLargeDimSm90
-from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.strategy import PLAIN, Strategy
+from jax_memeff.codegen.strategy import PLAIN, Sizes, Strategy
 
 pytestmark = pytest.mark.quick
 

@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 from problems import PARTS, access, is_large, problem
 
-from jax_memeff.codegen import emit, gpu, select, strategy, support
+from jax_memeff.codegen import emit, gpu, select, strategy
 from jax_memeff.codegen.features import BIAS, FUNCTIONS, AskedBias, AskedPages
 from jax_memeff.codegen.kernels import KERNELS
 from jax_memeff.codegen.kernels.common.base import LARGE_DIM
 from jax_memeff.codegen.kernels.sm80.base import MmaTile
 from jax_memeff.codegen.kernels.sm80.split import Tile as SplitTile
 from jax_memeff.codegen.problem import REQUIRED_DIRECTIONS
-from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import SPEC_DTYPES
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy
 from jax_memeff.errors import UnsupportedError
 
 
@@ -46,9 +45,9 @@ def test_few_query_rows_split_the_keys():
     assert names == [spec.name, f"{spec.name}_combine"]
     assert select.select(problem(), Strategy(query_rows="64")).tile.query == 64
     assert not select.select(problem()).kernel.splits_keys
-    (reason,) = support.spec_reasons(spec, problem())
+    (reason,) = select.spec_reasons(spec, problem())
     assert reason.startswith("it splits the keys")
-    (reason,) = support.spec_reasons(spec, problem(), Strategy(query_rows="64"))
+    (reason,) = select.spec_reasons(spec, problem(), Strategy(query_rows="64"))
     assert reason == "its tile has 16 rows, not 64"
 
 
@@ -191,7 +190,7 @@ def test_rows_begin_at_what_the_dims_allow(direction, dims, alignment):
     assert (f"_align{alignment}_" in spec.name) == (alignment < 16)
     aligned = dataclasses.replace(spec, alignment=16)
     reasons = [f"it moves 16 bytes at a time, and rows begin at multiples of {alignment}"]
-    assert support.spec_reasons(aligned, asked) == (reasons if alignment < 16 else [])
+    assert select.spec_reasons(aligned, asked) == (reasons if alignment < 16 else [])
 
 
 @pytest.mark.rotating(3)
@@ -285,7 +284,7 @@ def test_tuned_dims_are_not_padded_further(dtype, features):
     for arch, direction in itertools.product(sm80_only, REQUIRED_DIRECTIONS):
         for dims in select.TUNED_DIMS:
             asked = problem(direction, dtype, *dims, arch, **features)
-            if not support.family_reasons(asked):
+            if not select.family_reasons(asked):
                 spec = select.select(asked)
                 is_large_dim = (arch, dtype, direction, max(dims)) in ONLY_LARGE_DIM
                 expected = (LARGE_DIM, LARGE_DIM) if is_large_dim else dims

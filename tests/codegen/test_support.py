@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 from problems import problem
 
-from jax_memeff.codegen import emit, select, support
+from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features import FEATURES, AskedBias
 from jax_memeff.codegen.problem import REQUIRED_DIRECTIONS
 from jax_memeff.errors import UnsupportedError
@@ -24,7 +24,7 @@ def test_a_feature_makes_kernels_of_its_own_and_says_why_others_do_not_fit(featu
         assert spec[feature] != without[feature]
         assert spec.name != without.name and emit.source(spec) != emit.source(without)
         assert feature.words(asked[feature]) in str(asked)
-        assert support.spec_reasons(without, asked) and support.spec_reasons(spec, plain)
+        assert select.spec_reasons(without, asked) and select.spec_reasons(spec, plain)
     parser = argparse.ArgumentParser()
     feature.add_flags(parser)
     assert feature.from_flags(parser.parse_args([])) == feature.off == plain[feature]
@@ -88,7 +88,7 @@ def test_reasons_of_a_spec_name_what_differs():
     features = {"mask": "causal", "segments": True, "soft_cap": True, "dropout": True}
     asked = problem("backward", "f16", **features)
     spec = select.select(problem(head_dim=64))
-    assert support.unsupported_reasons(spec, asked) == [
+    assert select.unsupported_reasons(spec, asked) == [
         "it is a forward kernel, not a backward one",
         "it is for bf16, not f16",
         "its mask is none, not causal",
@@ -99,12 +99,12 @@ def test_reasons_of_a_spec_name_what_differs():
         "value_dim 128 is above its 64",
     ]
     large = dataclasses.replace(spec, tile=dataclasses.replace(spec.tile, key=2048))
-    (reason,) = support.spec_reasons(large, problem(head_dim=64, arch="sm_86"))
+    (reason,) = select.spec_reasons(large, problem(head_dim=64, arch="sm_86"))
     assert "bytes of shared memory, and a block on sm_86 has 50176 when 2 share an SM" in reason
 
 
 def test_when_specs_alone_refuse_the_error_lists_them(monkeypatch):
-    monkeypatch.setattr(support, "_each_reason", lambda *_: iter(["it is Tuesday"]))
+    monkeypatch.setattr(select, "_each_reason", lambda *_: iter(["it is Tuesday"]))
     with pytest.raises(UnsupportedError, match="fmha_fwd_bf16_d32_128x128_sm80: it is Tuesday"):
         select.select(problem())
 

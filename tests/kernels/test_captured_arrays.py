@@ -24,8 +24,8 @@ from jax_memeff.codegen import emit
 from jax_memeff.codegen.launch import CapturedArray, EntryPoint, Grid
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.select import select
-from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.strategy import Sizes
 
 B, T, N, H = 6, 5, 4, 8
 ELEMENTS, DIVISOR = 2, 3

@@ -23,9 +23,8 @@ from kernel_cases import CAUSAL, WINDOW
 from oracle_checks import assert_matches_the_oracle, assert_results_match
 
 import jax_memeff
-from jax_memeff._call.gradients import NeedsGrad
 from jax_memeff._call.mask import Mask
-from jax_memeff._call.operands import QkvPackedOperands
+from jax_memeff._call.operands import NeedsGrad, QkvPackedOperands
 from jax_memeff._cuda import selection
 from jax_memeff._op import primitives, vjp
 from jax_memeff.codegen import strategy

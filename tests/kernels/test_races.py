@@ -22,7 +22,7 @@ from attention_case import Case, passed, run_case
 from kernel_cases import CAUSAL, WINDOW
 from oracle_checks import assert_results_match
 
-from jax_memeff._call.gradients import Gradients, gradients_of
+from jax_memeff._call.operands import Gradients, gradients_of
 from jax_memeff._cuda import selection
 from jax_memeff._op import primitives
 from jax_memeff.codegen import emit

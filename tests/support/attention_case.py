@@ -12,10 +12,9 @@ import numpy as np
 import packing
 
 from jax_memeff._call import dropout
-from jax_memeff._call.gradients import NeedsGrad
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import DropoutState, Operands, QkvPackedOperands
+from jax_memeff._call.operands import DropoutState, NeedsGrad, Operands, QkvPackedOperands
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._call.scaling import Scaling
 
@@ -343,13 +342,13 @@ def run_shared(operands: Operands, options: Options, dout: Any, dlse: Any) -> tu
     """As :func:`run` through the primitives, whose gradients of broadcast arrays have the whole
     batch.
     """
-    from jax_memeff._op import derivatives, primitives
+    from jax_memeff._op import primitives, vjp
 
     out, lse, *maxima = primitives.forward(operands, options)
     needs_grad = NeedsGrad(
         True, True, True, bias=operands.bias is not None, sinks=operands.sinks is not None
     )
-    gradients = derivatives.cotangents(operands, options, (out, lse), dout, dlse, needs_grad)
+    gradients = vjp.cotangents(operands, options, (out, lse), dout, dlse, needs_grad)
     *arrays, _ = gradients  # without captured arrays
     return (out, lse, *maxima), tuple(arrays)
 

@@ -10,10 +10,9 @@ import numpy as np
 
 from jax_memeff._blockwise import forward as blockwise
 from jax_memeff._call import dropout
-from jax_memeff._call.gradients import NeedsGrad
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.offsets import Position
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands import NeedsGrad, Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.scaling import Scaling
 

@@ -8,8 +8,8 @@ import itertools
 
 from attention_case import Case
 
-from jax_memeff._call.gradients import NeedsGrad
 from jax_memeff._call.mask import Mask
+from jax_memeff._call.operands import NeedsGrad
 
 CAUSAL = {"mask": Mask.causal(), "mask_name": "causal"}
 BOTTOM_RIGHT = {"mask": Mask.causal("bottom_right"), "mask_name": "bottom_right"}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from attention_case import Case
 
-from jax_memeff._call.gradients import needs_grad_of
+from jax_memeff._call.operands import needs_grad_of
 from jax_memeff._cuda import selection
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import emit, gpu
@@ -26,9 +26,8 @@ from jax_memeff.codegen.kernels.sm90.large_dim_backward import FmhaBwdLargeDimSm
 from jax_memeff.codegen.kernels.sm90.large_dim_forward import FmhaFwdLargeDimSm90
 from jax_memeff.codegen.kernels.sm90.large_dim_forward import Tile as LargeDimTile
 from jax_memeff.codegen.kernels.sm90.tangent import FmhaTangentSm90
-from jax_memeff.codegen.sizes import ceil_div
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.strategy import PLAIN, Strategy, using
+from jax_memeff.codegen.strategy import PLAIN, Strategy, ceil_div, using
 
 CODEGEN = Path(emit.__file__).parent
 SMALLEST_KEY_TILE = 32

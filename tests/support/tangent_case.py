@@ -14,8 +14,7 @@ import packing
 from attention_case import Case, Zeros, passed
 from oracle_checks import cancellation
 
-from jax_memeff._call.gradients import gradients_of, needs_grad_of
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands import Operands, gradients_of, needs_grad_of
 
 EVERY = ("query", "key", "value")
 

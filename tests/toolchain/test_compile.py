@@ -227,7 +227,7 @@ def test_compile_error_shows_the_first_error_and_the_versions(cache):
 
 def test_a_worker_whose_parent_was_killed_ends_quietly():
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "jax_memeff.codegen.toolchain.worker"],
+        [sys.executable, "-P", "-m", "jax_memeff.codegen.toolchain.parallel"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -12,8 +12,7 @@ from arrays import normal
 
 import jax_memeff
 from jax_memeff import Mask
-from jax_memeff._call.gradients import NeedsGrad
-from jax_memeff._call.operands import Operands
+from jax_memeff._call.operands import NeedsGrad, Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.scaling import Scaling
 

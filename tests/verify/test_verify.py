@@ -279,6 +279,6 @@ def test_mps_is_refused(monkeypatch, capsys, tmp_path, runs):
 
 
 def test_the_parent_imports_no_jax():
-    program = "import sys, jax_memeff._command.verify.report; print('jax' in sys.modules)"
+    program = "import sys, jax_memeff._command.verify.parent; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "False"

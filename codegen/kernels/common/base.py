@@ -12,9 +12,8 @@ from jax_memeff.codegen.features.bias import gradient as bias_gradient
 from jax_memeff.codegen.features.feature import Constant, CppType, Modified
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes, ceil_div, round_up
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, Kernel, KernelSpec
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy, ceil_div, round_up
 
 PADDED_DIMS = (32, 64, 96, 128, 192, 256)
 """Padded head dims that kernels are compiled for; a dim takes the smallest that holds it."""

@@ -29,9 +29,8 @@ from jax_memeff.codegen.kernels.common.base import (
 from jax_memeff.codegen.kernels.sm80.base import MmaBackward, MmaTile, columns_of_warp
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
-from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ from jax_memeff.codegen.kernels.common.base import modifiers, query_tile_grid
 from jax_memeff.codegen.kernels.sm80.base import MmaKernel, MmaTile
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
-from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.strategy import Sizes
 
 
 @dataclasses.dataclass(frozen=True)

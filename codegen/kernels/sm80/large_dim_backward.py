@@ -22,8 +22,8 @@ from jax_memeff.codegen.kernels.sm80.base import (
 )
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
-from jax_memeff.codegen.sizes import Sizes, round_up
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.strategy import Sizes, round_up
 
 _TILES = (
     LargeDimTile(

@@ -17,9 +17,8 @@ from jax_memeff.codegen.kernels.sm80.base import (
 )
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
-from jax_memeff.codegen.sizes import Sizes, round_up
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy, round_up
 
 # ``kLongSumColumns`` of ffi/include/memeff/params.h.
 _LONG_SUM_COLUMNS = 8192

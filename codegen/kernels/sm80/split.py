@@ -17,9 +17,8 @@ from jax_memeff.codegen.kernels.common.base import pack_gqa, query_tiles, split_
 from jax_memeff.codegen.kernels.sm80.base import MmaKernel, MmaTile
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
-from jax_memeff.codegen.sizes import Sizes, ceil_div
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.strategy import QueryRows, Strategy
+from jax_memeff.codegen.strategy import QueryRows, Sizes, Strategy, ceil_div
 
 FEW_ROWS = 16
 """The rows of the smallest tile, which holds one token of all query heads of a key head."""

@@ -27,9 +27,8 @@ from jax_memeff.codegen.kernels.common.base import (
 from jax_memeff.codegen.kernels.sm90.base import WARPGROUP_ROWS, WgmmaBackward, WgmmaTile
 from jax_memeff.codegen.launch import EntryPoint, Workspace
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import SPEC_GRADIENTS, KernelSpec
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy
 
 _KEYS = 128
 """The keys of every tile below."""

@@ -24,9 +24,8 @@ from jax_memeff.codegen.kernels.common.base import (
 )
 from jax_memeff.codegen.launch import BlockMask, EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import F32_DTYPES, Problem
-from jax_memeff.codegen.sizes import Sizes
 from jax_memeff.codegen.spec import Kernel, KernelSpec
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy
 
 WARPGROUP_ROWS = 64
 """Rows of a product that a consumer owns: the height of one wgmma."""

@@ -27,8 +27,8 @@ from jax_memeff.codegen.kernels.sm90.base import (
     wgmma_tile,
 )
 from jax_memeff.codegen.launch import EntryPoint, Grid
-from jax_memeff.codegen.sizes import Sizes, ceil_div
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.strategy import Sizes, ceil_div
 
 _PROBABILITY_BUFFERS = 2
 """The buffers of P that one consumer of the dkdv kernel fills and the other one reads."""

@@ -16,8 +16,8 @@ from jax_memeff.codegen.kernels.common.base import (
 from jax_memeff.codegen.kernels.sm90.base import SPLIT_THREADS, WARPGROUP_ROWS, F16x3Kernel, by_pair
 from jax_memeff.codegen.kernels.sm90.forward import FmhaFwdSm90, Tile
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap
-from jax_memeff.codegen.sizes import Sizes, ceil_div, round_up
 from jax_memeff.codegen.spec import KernelSpec
+from jax_memeff.codegen.strategy import Sizes, ceil_div, round_up
 
 _SWIZZLE_BYTES = 1024
 

@@ -30,9 +30,8 @@ from jax_memeff.codegen.kernels.sm90.base import (
 )
 from jax_memeff.codegen.launch import TensorMap
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes, ceil_div
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.strategy import QueryRows, Strategy
+from jax_memeff.codegen.strategy import QueryRows, Sizes, Strategy, ceil_div
 
 _LEAST_TILE = 64
 """Each head dim has a tile whose rows and columns are this number or twice it."""

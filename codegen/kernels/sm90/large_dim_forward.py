@@ -18,9 +18,8 @@ from jax_memeff.codegen.kernels.common.base import (
 from jax_memeff.codegen.kernels.sm90.base import WARPGROUP_ROWS, WgmmaKernel, WgmmaTile
 from jax_memeff.codegen.launch import EntryPoint, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes, ceil_div
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy, ceil_div
 
 _CONSUMERS = 2
 _ELEMENT_BYTES = 2

@@ -20,9 +20,8 @@ from jax_memeff.codegen.kernels.common.base import (
 from jax_memeff.codegen.kernels.sm90.base import WgmmaKernel, WgmmaTile
 from jax_memeff.codegen.launch import EntryPoint, Grid, TensorMap, Workspace
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes, ceil_div, round_up
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy, ceil_div, round_up
 
 HEAD_DIM, VALUE_DIM = 576, 512
 """The columns of keys, and how many of them are values, in DeepSeek's models."""

@@ -19,9 +19,8 @@ from jax_memeff.codegen.kernels.sm90.latent import (
 )
 from jax_memeff.codegen.launch import EntryPoint, Grid, Workspace
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.sizes import Sizes, ceil_div
 from jax_memeff.codegen.spec import KernelSpec
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy, ceil_div
 
 _TILE = WgmmaTile(
     64,

@@ -25,10 +25,15 @@ from jax_memeff._api.arguments import (
 from jax_memeff._api.arrays import PAGED_QUERY
 from jax_memeff._api.call import AttentionCall, canonical
 from jax_memeff._api.paged import arguments as checks
-from jax_memeff._call.mask import Mask, Window, key_lists
-from jax_memeff._call.mask.conditions import AnyMask, Conditions
+from jax_memeff._call.mask import Mask, Window
+from jax_memeff._call.mask.conditions import (
+    AnyMask,
+    Conditions,
+    TracedWindow,
+    common_list,
+    intersection,
+)
 from jax_memeff._call.mask.expression import Frame, compiled
-from jax_memeff._call.mask.window import TracedWindow, intersection
 from jax_memeff._call.offsets import MOST_POSITION, Offsets, Position
 from jax_memeff._call.operands import Operands
 from jax_memeff._call.sequences import INVARIANT_COLUMNS, Pages, Sequences
@@ -155,8 +160,8 @@ def paged_attention(
     """
     with_residual = flag("return_residual", return_residual)
     paged = prepare(query, key_pages, value_pages, page_table, kv_lengths, **arguments)
-    found = paged.call.run(with_residual=True)
-    out, lse = (checks.with_leading("query", x, 1, paged.rows) for x in found)
+    outputs = paged.call.run(with_residual=True)
+    out, lse = (checks.with_leading("query", x, 1, paged.rows) for x in outputs)
     return (out, lse) if with_residual else out
 
 
@@ -196,9 +201,9 @@ def prepare(
     key_scale, value_scale = (
         checks.scale_of_pages(arrays[name]) for name in ("key_scale", "value_scale")
     )
-    names = ("key_pages", "value_pages")
+    pool_names = ("key_pages", "value_pages")
     has_values = value_pages is not None
-    values_dim = latent_dim(named["value_dim"], has_values, sizes["H"], names)
+    values_dim = latent_dim(named["value_dim"], has_values, sizes["H"], pool_names)
 
     if isinstance(named["mask"], Mask):
         _require_possible(named["mask"])
@@ -287,13 +292,13 @@ def _of_rows(
 def _with_token_lists(mask: Mask, scores_shape: tuple[int, int, int, int], is_ragged: bool) -> Mask:
     """The mask with one list of keys for each token, as in a canonical mask of packed sequences."""
     batch, _, rows, columns = scores_shape
-    found = key_lists.canonical(mask.key_lists, columns, is_packed=is_ragged)
-    if found and not is_ragged:
-        indices = jnp.swapaxes(found[0].indices, 1, 2)
+    key_lists = common_list(mask.key_lists, columns, is_packed=is_ragged)
+    if key_lists and not is_ragged:
+        indices = jnp.swapaxes(key_lists[0].indices, 1, 2)
         indices = jnp.broadcast_to(indices, (batch, *indices.shape[1:]))
         indices = checks.with_leading("key indices", indices, 2, (batch * rows,))[None]
-        found = (dataclasses.replace(found[0], indices=indices),)
-    return dataclasses.replace(mask, key_lists=found)
+        key_lists = (dataclasses.replace(key_lists[0], indices=indices),)
+    return dataclasses.replace(mask, key_lists=key_lists)
 
 
 def _canonical_mask(
@@ -394,10 +399,10 @@ def _shifted(mask: Mask, batch: int, first: jax.Array, columns: int) -> Mask:
     """
 
     def one(array: jax.Array) -> jax.Array:
-        _, heads, rows, own = array.shape
+        _, heads, rows, array_columns = array.shape
         if rows == 1:
             return array
-        array = jnp.broadcast_to(array, (batch, heads, rows, own))
+        array = jnp.broadcast_to(array, (batch, heads, rows, array_columns))
         of_rows = jnp.arange(rows, dtype=jnp.int32)[None] + first[:, None]
         # Rows after the last one belong to no token.
         return jnp.take_along_axis(array, of_rows[:, None, :, None], 2, mode="clip")
@@ -410,10 +415,10 @@ def _with_columns(mask: AnyMask, columns: int) -> AnyMask:
     """The mask with its boolean arrays, those under ``~`` too, padded to so many columns."""
 
     def one(array: jax.Array) -> jax.Array:
-        own = array.shape[3]
-        if own in (1, columns):
+        array_columns = array.shape[3]
+        if array_columns in (1, columns):
             return array
-        return jnp.pad(array, [(0, 0)] * 3 + [(0, columns - own)])
+        return jnp.pad(array, [(0, 0)] * 3 + [(0, columns - array_columns)])
 
     return dataclasses.replace(
         mask,

@@ -11,10 +11,14 @@ from jax import dtypes
 
 from jax_memeff._call import values
 from jax_memeff._call.mask.block_mask import BLOCK
-from jax_memeff._call.mask.conditions import AnyMask, Conditions
-from jax_memeff._call.mask.key_lists import KeyLists
-from jax_memeff._call.mask.kv_blocks import BlockTable, KvBlocks
-from jax_memeff._call.mask.window import TracedWindow
+from jax_memeff._call.mask.conditions import (
+    AnyMask,
+    BlockTable,
+    Conditions,
+    KeyLists,
+    KvBlocks,
+    TracedWindow,
+)
 
 ScoresShape = tuple[int, int, int, int]
 """B, N, T and S of a call."""
@@ -55,8 +59,8 @@ def checked(
         longest = {"query lengths": rows, "key lengths": columns}
     first, *more = (
         tuple(
-            None if own is None else lengths(name, own, batch, most)
-            for (name, most), own in zip(longest.items(), pair, strict=True)
+            None if value is None else lengths(name, value, batch, most)
+            for (name, most), value in zip(longest.items(), pair, strict=True)
         )
         for pair in ((mask.query_lengths, mask.key_lengths), *mask.more_lengths)
     )
@@ -160,10 +164,10 @@ def _captured(mask: Conditions) -> None:
         )
     for traced, value in zip(expected, mask.captured, strict=True):
         array = values.array("an array that a mask function reads", value)
-        names = (array.dtype.name, dtypes.canonicalize_dtype(array.dtype).name)
+        dtype_names = (array.dtype.name, dtypes.canonicalize_dtype(array.dtype).name)
         # In a canonical mask these arrays have a batch dim of 1.
         is_ranked = array.ndim == traced.ndim or array.shape[: array.ndim - traced.ndim] == (1,)
-        if traced.dtype not in names or not is_ranked:
+        if traced.dtype not in dtype_names or not is_ranked:
             raise TypeError(
                 f"an array that a mask function reads must be {traced.dtype} of rank {traced.ndim},"
                 f" as it was in Mask.function, got {array.dtype} of shape {tuple(array.shape)}: do"
@@ -208,12 +212,12 @@ def _block_lists(lists: KvBlocks | BlockTable, scores_shape: ScoresShape) -> Non
     batch, heads, rows, _ = scores_shape
     if isinstance(lists, KvBlocks):
         lists = KvBlocks.of(lists.indices, lists.counts, lists.block_size)
-    own = lists.shape if isinstance(lists, KvBlocks) else lists.listed.shape
-    first, second, blocks, _ = own
+    list_shape = lists.shape if isinstance(lists, KvBlocks) else lists.listed.shape
+    first, second, blocks, _ = list_shape
     expected = -(-rows // lists.block_size[0])
     if first in (1, batch) and second in (1, heads) and blocks == expected:
         return
-    shape = lists.indices.shape if isinstance(lists, KvBlocks) else own
+    shape = lists.indices.shape if isinstance(lists, KvBlocks) else list_shape
     raise ValueError(
         f"KV block indices must have shape [{_or_1(batch)}, {_or_1(heads)}, {expected}, n], where "
         f"{expected} Q blocks of {lists.block_size[0]} rows cover {rows} rows, got shape "
@@ -229,9 +233,9 @@ def _key_lists(
     batch, heads, rows, _ = scores_shape
     shape = tuple(lists.indices.shape)
     if tokens is None:
-        own = lists.shape[:3]
-        own_heads, expected = own[1], f"[{_or_1(batch)}, {{}}, {rows}, n]"
-        fits = own[0] in (1, batch) and own[2] == rows
+        leading = lists.shape[:3]
+        own_heads, expected = leading[1], f"[{_or_1(batch)}, {{}}, {rows}, n]"
+        fits = leading[0] in (1, batch) and leading[2] == rows
     else:
         own_heads, expected = shape[-2], f"[{tokens}, {{}}, n], a list for each token"
         fits = len(shape) == 3 and shape[0] == tokens

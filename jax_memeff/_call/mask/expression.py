@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_memeff._call.mask.conditions import AnyMask, Conditions
-from jax_memeff._call.mask.kv_blocks import BlockTable
+from jax_memeff._call.mask.conditions import AnyMask, BlockTable, Conditions
 from jax_memeff._call.offsets import Index, Offsets, Position
 from jax_memeff._functions.evaluate import evaluate
 from jax_memeff._functions.trace import traced_mask_function
@@ -52,8 +51,8 @@ class Frame(NamedTuple):
     def of(cls, mask: Conditions, sizes: tuple[int, int], offsets: Offsets | None = None) -> Frame:
         """The frame of a call with sizes (T, S), this canonical mask and these offsets."""
         queries, keys = (
-            size if own is None else own
-            for own, size in zip((mask.query_lengths, mask.key_lengths), sizes, strict=True)
+            size if lengths is None else lengths
+            for lengths, size in zip((mask.query_lengths, mask.key_lengths), sizes, strict=True)
         )
         if offsets is None:
             return cls(queries, keys)
@@ -82,7 +81,7 @@ def compiled(mask: AnyMask, frame: Frame) -> AnyMask:
         program, arrays = mask.functions[0], mask.captured
     else:
         # The other conditions of the mask itself bound loads, and do not change.
-        own = type(mask)(
+        combined = type(mask)(
             functions=mask.functions,
             captured=mask.captured,
             excluded=mask.excluded,
@@ -90,7 +89,7 @@ def compiled(mask: AnyMask, frame: Frame) -> AnyMask:
         )
 
         def function(*element: jax.Array) -> jax.Array:
-            return holds(own, Element(*element), frame)
+            return holds(combined, Element(*element), frame)
 
         program, arrays = traced_mask_function(function)
     captured = tuple(jnp.asarray(x)[None] for x in arrays)
@@ -111,12 +110,14 @@ def with_rows_from(mask: AnyMask, first: jax.Array, B: int, T: int, S: int) -> A
     """
     if "function" not in mask.kinds():
         return mask
-    own = type(mask)(functions=mask.functions, captured=mask.captured, excluded=mask.excluded)
-    own = own.canonical(B, T, S)
+    with_functions = type(mask)(
+        functions=mask.functions, captured=mask.captured, excluded=mask.excluded
+    )
+    with_functions = with_functions.canonical(B, T, S)
     frame = Frame(0, 0, position=Position(first, jnp.int32(0)))
 
     def function(b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array:
-        return holds(own, Element(b, h, q + first, k), frame)
+        return holds(with_functions, Element(b, h, q + first, k), frame)
 
     program, captured = traced_mask_function(function)
     mask = mask.without_block_masks()
@@ -131,9 +132,9 @@ def holds(mask: Conditions, element: Element, frame: Frame) -> jax.Array:
         if lengths is not None:
             conditions.append(index < _read(lengths, place.batch))
     for query_ids, key_ids in mask.segment_ids:
-        own = _id(query_ids, place.batch, place.query, frame.query_starts)
-        other = _id(key_ids, place.batch, place.key, frame.key_starts)
-        conditions.append((own == other) & (own >= 0))
+        query_id = _id(query_ids, place.batch, place.query, frame.query_starts)
+        key_id = _id(key_ids, place.batch, place.key, frame.key_starts)
+        conditions.append((query_id == key_id) & (query_id >= 0))
     for array in mask.booleans:
         indices = (0 if size == 1 else x for size, x in zip(array.shape, place, strict=True))
         conditions.append(_read(array, *indices))
@@ -146,7 +147,7 @@ def holds(mask: Conditions, element: Element, frame: Frame) -> jax.Array:
         arrays = [jnp.asarray(x) for x in mask.captured[first : first + len(program.arrays)]]
         first += len(program.arrays)
         conditions.append(evaluate(program, None, *element, arrays))
-    conditions += [~holds(other, element, frame) for other in mask.excluded]
+    conditions += [~holds(key_id, element, frame) for key_id in mask.excluded]
     valid = conditions[0]
     for condition in conditions[1:]:
         valid = valid & condition
@@ -155,7 +156,7 @@ def holds(mask: Conditions, element: Element, frame: Frame) -> jax.Array:
 
 def _windows(mask: Conditions, element: Element, place: Element, frame: Frame) -> list[jax.Array]:
     """Windows count from global positions; the lengths of a bottom-right one are local."""
-    found = []
+    conditions = []
     windows: list[tuple[Any, str]] = [
         (mask.top_left, "top_left"),
         (mask.bottom_right, "bottom_right"),
@@ -169,10 +170,10 @@ def _windows(mask: Conditions, element: Element, place: Element, frame: Frame) -
             lengths = (_at(x, place.batch) for x in (frame.key_lengths, frame.query_lengths))
             from_diagonal = from_diagonal - operator.sub(*lengths)
         if window.left is not None:
-            found.append(from_diagonal >= -window.left)
+            conditions.append(from_diagonal >= -window.left)
         if window.right is not None:
-            found.append(from_diagonal <= window.right)
-    return found
+            conditions.append(from_diagonal <= window.right)
+    return conditions
 
 
 def _id(ids: jax.Array, batch: jax.Array, index: jax.Array, starts: jax.Array | None) -> jax.Array:

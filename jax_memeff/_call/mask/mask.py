@@ -14,12 +14,19 @@ from jax.typing import ArrayLike
 
 from jax_memeff._call import values
 from jax_memeff._call.mask import arguments, block_mask, checks, tiles
-from jax_memeff._call.mask.conditions import Conditions, with_boolean_lists
+from jax_memeff._call.mask.conditions import (
+    Alignment,
+    Bound,
+    Conditions,
+    KeyLists,
+    KvBlocks,
+    TracedWindow,
+    Window,
+    intersection,
+    with_boolean_lists,
+)
 from jax_memeff._call.mask.expression import Frame, compiled
-from jax_memeff._call.mask.key_lists import KeyLists
-from jax_memeff._call.mask.kv_blocks import KvBlocks
 from jax_memeff._call.mask.pictures import Picture, picture_of_mask
-from jax_memeff._call.mask.window import Alignment, Bound, TracedWindow, Window, intersection
 from jax_memeff._call.offsets import Offsets, Position, checked
 from jax_memeff._call.values import methods_take_objects
 from jax_memeff._functions.evaluate import evaluate

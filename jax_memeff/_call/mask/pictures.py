@@ -19,8 +19,7 @@ from jax.core import Tracer
 from jax_memeff._call import values
 from jax_memeff._call.mask import block_mask, checks, expression
 from jax_memeff._call.mask.block_mask import ALL, NONE, SOME, Tiling
-from jax_memeff._call.mask.conditions import Conditions, with_boolean_lists
-from jax_memeff._call.mask.kv_blocks import BlockTable
+from jax_memeff._call.mask.conditions import BlockTable, Conditions, with_boolean_lists
 from jax_memeff._call.offsets import Offsets
 from jax_memeff._call.offsets import checked as offsets_of_call
 
@@ -133,7 +132,7 @@ def number_of_tiles(sizes: tuple[int, int], tile: tuple[int, int]) -> int:
     >>> number_of_tiles((300, 64), (128, 64))
     3
     """
-    return math.prod(-(-count // own) for count, own in zip(sizes, tile, strict=True))
+    return math.prod(-(-count // size) for count, size in zip(sizes, tile, strict=True))
 
 
 def picture_of_canonical(
@@ -183,10 +182,10 @@ def elements(
         offsets: those of the call.
     """
     first = (np.asarray(x).reshape(-1) for x in (offsets.query, offsets.key))
-    own = (int(x[batch % x.size]) for x in first)
+    starts = (int(x[batch % x.size]) for x in first)
     query, key = (
         np.asarray(index + start, np.int32)
-        for index, start in zip((rows[:, None], columns[None]), own, strict=True)
+        for index, start in zip((rows[:, None], columns[None]), starts, strict=True)
     )
     place = (np.int32(x) + np.int32(y) for x, y in ((batch, offsets.batch), (head, offsets.head)))
     # NumPy arrays instead of JAX's: a picture compiles nothing.
@@ -240,9 +239,9 @@ def _slices(mask: Conditions) -> tuple[set[int], set[int]]:
         batches.add(first)
         heads.add(second)
     for excluded in mask.excluded:
-        own = _slices(excluded)
-        batches |= own[0]
-        heads |= own[1]
+        slices = _slices(excluded)
+        batches |= slices[0]
+        heads |= slices[1]
     return batches, heads
 
 
@@ -274,10 +273,10 @@ def tile_classes(
     computed, tested = _of_intervals(mask, tiling, offsets, batch)
     levels = block_mask.of_mask(mask, scores_shape, offsets, tiling)
     if levels is not None:
-        found = np.asarray(levels)
-        found = found[batch % found.shape[0], head % found.shape[1]]
-        computed &= found != NONE
-        tested |= found == SOME
+        block_levels = np.asarray(levels)
+        block_levels = block_levels[batch % block_levels.shape[0], head % block_levels.shape[1]]
+        computed &= block_levels != NONE
+        tested |= block_levels == SOME
     return np.where(computed, np.where(tested, PARTIAL, FULL), SKIPPED).astype(np.uint8)
 
 
@@ -320,8 +319,8 @@ def _of_intervals(
 
 def _index(position: object, batch: int) -> int:
     """The global index of the first row or column of a batch index."""
-    own = np.asarray(position).reshape(-1)
-    return int(own[batch % own.size])
+    positions = np.asarray(position).reshape(-1)
+    return int(positions[batch % positions.size])
 
 
 _MOST_COLUMNS = 40
@@ -349,7 +348,7 @@ def summary(picture: Picture) -> str:
     """The numbers of tiles, in one line."""
     count = picture.classes.size
     skipped, full, partial = (
-        int((picture.classes == own).sum()) for own in (SKIPPED, FULL, PARTIAL)
+        int((picture.classes == tile_class).sum()) for tile_class in (SKIPPED, FULL, PARTIAL)
     )
     (T, S), (rows, columns) = picture.sizes, picture.tile
     return (
@@ -365,12 +364,12 @@ def _elements(picture: Picture) -> list[str]:
     for row, valid in enumerate(picture.valid):
         if row and row % rows == 0:
             lines.append(_rule(picture))
-        own = picture.classes[row // rows]
+        classes = picture.classes[row // rows]
         cells = []
         for column, holds in enumerate(valid):
             if column and column % columns == 0:
                 cells.append("│ ")
-            is_skipped = own[column // columns] == SKIPPED
+            is_skipped = classes[column // columns] == SKIPPED
             cells.append("  " if is_skipped else "■ " if holds else "· ")
         lines.append("".join(cells))
     return lines
@@ -411,14 +410,14 @@ def _together(classes: np.ndarray, size: int) -> np.ndarray:
 def _values(picture: Picture, values: np.ndarray) -> tuple[list[str], str]:
     """The values of some elements, quantized to levels."""
     places = [np.arange(min(n, _MOST_COLUMNS)) * n // min(n, _MOST_COLUMNS) for n in values.shape]
-    own, valid = values[np.ix_(*places)], picture.valid[np.ix_(*places)]
-    shown = valid & np.isfinite(own)
+    drawn, valid = values[np.ix_(*places)], picture.valid[np.ix_(*places)]
+    shown = valid & np.isfinite(drawn)
     cells = np.where(valid, _NOT_FINITE, _MASKED)
     legend = "all elements are masked"
     if shown.any():
-        low, high = float(own[shown].min()), float(own[shown].max())
+        low, high = float(drawn[shown].min()), float(drawn[shown].max())
         # Both are divided by 2, because the difference of two floats may overflow.
-        above_low = np.where(shown, own, low) / np.float64(2) - low / 2
+        above_low = np.where(shown, drawn, low) / np.float64(2) - low / 2
         scaled = above_low / (high / 2 - low / 2 or 1)
         levels = np.minimum((scaled * len(_LEVELS)).astype(int), len(_LEVELS) - 1)
         cells = np.where(shown, np.array([2 * level for level in _LEVELS])[levels], cells)
@@ -484,9 +483,9 @@ def _figure(picture: Picture, axes: Any = None) -> Any:
         shown = np.ma.masked_array(picture.values, ~np.ma.getmaskarray(kinds))
         image = axes.imshow(shown, cmap="viridis", **place)
         axes.figure.colorbar(image, ax=axes, label="what a score of 0 becomes", shrink=0.8)
-    names = [list(palette)[kind] for kind in np.unique(kinds.compressed())]
-    if names:
-        handles = [patches.Patch(color=palette[name], label=name) for name in names]
+    kind_names = [list(palette)[kind] for kind in np.unique(kinds.compressed())]
+    if kind_names:
+        handles = [patches.Patch(color=palette[name], label=name) for name in kind_names]
         axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2)
     _lines(picture, axes)
     axes.set_xlabel("key column")

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_memeff._call.mask.conditions import Conditions
-from jax_memeff._call.mask.window import TracedWindow, Window
+from jax_memeff._call.mask.conditions import Conditions, TracedWindow, Window
 from jax_memeff._call.offsets import Position
 
 
@@ -118,8 +117,8 @@ def reached_columns(
     reached = None
     for window, distance in _windows(mask, sizes, position):
         if window.left is not None:
-            own = (column - start[0]) - distance >= -window.left
-            reached = own if reached is None else reached & own
+            in_window = (column - start[0]) - distance >= -window.left
+            reached = in_window if reached is None else reached & in_window
     return None if reached is None else reached[:, 0, 0]
 
 

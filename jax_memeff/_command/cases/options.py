@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from jax_memeff._command import argument_types
+from jax_memeff._command import command_line
 from jax_memeff._command.cases.case import Case, Kind
 from jax_memeff.codegen.features import BIAS, FEATURES
 from jax_memeff.codegen.features.feature import Feature
@@ -52,8 +52,8 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
 
 def add_to(parser: argparse.ArgumentParser, features: Iterable[Feature] = FEATURES) -> None:
     """Adds the options of a call: dtype, sizes, and those of ``features``."""
-    parser.add_argument("--dtype", type=argument_types.dtype, choices=DTYPES)
-    argument_types.add_dims(parser, required=False)
+    parser.add_argument("--dtype", type=command_line.dtype, choices=DTYPES)
+    command_line.add_dims(parser, required=False)
     for name, default, text in (
         ("batch", 2, "batch size; default: %(default)s"),
         ("seq", 512, "key length, and query length without --queries; default: %(default)s"),
@@ -61,7 +61,7 @@ def add_to(parser: argparse.ArgumentParser, features: Iterable[Feature] = FEATUR
         ("heads", 4, "query heads; default: %(default)s"),
         ("key-heads", None, "key heads; default: --heads, and 1 with --latent"),
     ):
-        parser.add_argument(f"--{name}", type=argument_types.size, default=default, help=text)
+        parser.add_argument(f"--{name}", type=command_line.size, default=default, help=text)
     for feature in features:
         feature.add_flags(parser)
 
@@ -94,7 +94,7 @@ def case(command: str, options: argparse.Namespace) -> Case:
             f"--heads must be a multiple of --key-heads, got {options.heads} and {key_heads}"
         )
     window = 64 if options.window == NO_BOUND else options.window
-    found = Case(
+    call = Case(
         kind=kind,
         B=options.batch,
         T=options.queries or options.seq,
@@ -124,17 +124,17 @@ def case(command: str, options: argparse.Namespace) -> Case:
         batch_invariant=options.batch_invariant,
         gradients=kind != "paged",
     )
-    lengths = tuple((found.T - 7 * b % found.T, found.S - 5 * b % found.S) for b in range(found.B))
+    lengths = tuple((call.T - 7 * b % call.T, call.S - 5 * b % call.S) for b in range(call.B))
     if kind == "packed":
-        return dataclasses.replace(found, lengths=lengths)
+        return dataclasses.replace(call, lengths=lengths)
     if kind == "paged":
         return dataclasses.replace(
-            found,
-            S=-(-found.S // found.page_size) * found.page_size,
-            lengths=tuple((found.T, key) for _, key in lengths),
+            call,
+            S=-(-call.S // call.page_size) * call.page_size,
+            lengths=tuple((call.T, key) for _, key in lengths),
             causal="bottom_right" if options.causal else None,
         )
-    return found
+    return call
 
 
 def _defaults() -> argparse.Namespace:
@@ -165,6 +165,11 @@ def _require_taken(command: str, kind: Kind, options: argparse.Namespace) -> Non
 
 def _require_possible(options: argparse.Namespace) -> None:
     """Raise if no call has these values of features together."""
+    if options.latent and not (options.page_size or options.keys):
+        raise ValueError(
+            "--latent needs --page-size or --keys, because other calls copy the values: add one, "
+            "or leave --latent out"
+        )
     features = {feature.name: feature.from_flags(options) for feature in FEATURES}
     dims = options.head_dim, options.value_dim or options.head_dim
     problem = Problem("forward", options.dtype, *dims, "sm_80", features)

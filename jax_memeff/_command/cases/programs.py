@@ -1,7 +1,13 @@
-"""The programs of a case: this library's paths, and ``jax.nn`` where it has the arguments."""
+"""The programs of a case: this library's paths, and ``jax.nn`` where it has the arguments.
+
+Their clock is that of ``verify`` and ``bench``: programs take turns, in batches of launches.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -163,8 +169,8 @@ def _mask_of_jax_nn(case: Case, arrays: Given) -> jax.Array | None:
         mask = same if mask is None else mask & same
     if (function := mask_function(case)) is not None:
         indices = [jnp.arange(size) for size in (case.B, case.N, case.T, case.S)]
-        own = _over_indices(function, indices)
-        mask = own if mask is None else mask & own
+        of_function = _over_indices(function, indices)
+        mask = of_function if mask is None else mask & of_function
     return mask
 
 
@@ -186,7 +192,9 @@ def _over_index(
         jax.eval_shape(jax.vmap(function, places, out_axes=None), *indices)
     except ValueError:  # it depends on it
         return jax.vmap(function, places)
-    return lambda *own: function(*own[:place], own[place][0], *own[place + 1 :])[None]
+    return lambda *elements: function(
+        *elements[:place], elements[place][0], *elements[place + 1 :]
+    )[None]
 
 
 def _padded(case: Case, arrays: Given, implementation: Implementation) -> tuple[jax.Array, ...]:
@@ -293,3 +301,44 @@ def score_function(case: Case, captured: jax.Array | None) -> Callable[..., Any]
     if case.score_function == "alibi":
         return lambda s, b, h, q, k: s + captured[h] * (k - q).astype(jnp.float32)
     return lambda s, b, h, q, k: s + captured[q - k + (case.S - 1)]
+
+
+_BATCH_SECONDS = 0.02
+_MOST_LAUNCHES = 500
+_SLOW_SECONDS = 1.0
+
+
+def interleaved(
+    launches: Mapping[str, Callable[[], Any]], *, seconds: float, least: int, most: int
+) -> dict[str, list[float]]:
+    """Seconds of a call of each program, in ``least`` to ``most`` rounds in which each has its
+    turn, for about ``seconds`` in all.
+
+    A turn is a batch of launches, because the host takes part of the time of a short one: the times
+    of small calls are those of the host. The order changes from round to round, so that no program
+    always comes after the same one.
+    """
+
+    def timed(name: str, count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            results = launches[name]()
+        jax.block_until_ready(results)
+        return (time.perf_counter() - start) / count
+
+    counts = {}
+    total = 0.0
+    for name in launches:
+        once = timed(name, 1)
+        if once < _SLOW_SECONDS:  # the first launches record command buffers
+            timed(name, 1)
+            once = timed(name, 1)
+        counts[name] = min(_MOST_LAUNCHES, max(1, math.ceil(_BATCH_SECONDS / once)))
+        total += counts[name] * once
+    rounds = min(most, max(least, int(seconds / total))) if launches else 0
+    samples: dict[str, list[float]] = {name: [] for name in launches}
+    orders = itertools.cycle(itertools.permutations(launches))
+    for order in itertools.islice(orders, rounds):
+        for name in order:
+            samples[name].append(timed(name, counts[name]))
+    return samples

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_memeff._command.cases import oracle, programs, timing
+from jax_memeff._command.cases import oracle, programs
 from jax_memeff._command.cases.arrays import Arrays
 from jax_memeff._command.cases.case import Case
 from jax_memeff._command.cases.oracle import Comparison
@@ -41,18 +41,18 @@ def lowered(case: Case) -> dict[Any, Any]:
     given: Any = Arrays.draw(case).given()
     # Float32 is the reference of what is too large for the oracle.
     reference = case if case.fits_oracle else dataclasses.replace(case, dtype="float32", fast=False)
-    found: dict[Any, Any] = {
+    programs_by_key: dict[Any, Any] = {
         "kernels": jax.jit(programs.complete(case, "cuda")).lower(given),
         "plain": jax.jit(_in_dtype(programs.complete(reference, "xla"), reference)).lower(given),
     }
     for direction in _directions(case):
         if direction == "forward":
-            found[direction, OURS] = jax.jit(programs.forward(case, "cuda")).lower(given)
+            programs_by_key[direction, OURS] = jax.jit(programs.forward(case, "cuda")).lower(given)
         for peer, implementation in JAX_NN.items():
             program = programs.of_jax_nn(case, implementation, direction != "forward")
             with contextlib.suppress(Exception):  # what jax.nn raises for sizes without a path
-                found[direction, peer] = jax.jit(program).lower(given)
-    return found
+                programs_by_key[direction, peer] = jax.jit(program).lower(given)
+    return programs_by_key
 
 
 def compile_program(key: Any, program: Any) -> Any:
@@ -97,11 +97,11 @@ def check(case: Case, compiled: Mapping[Any, Any], say: Say) -> dict[str, Any]:
     if case.fits_oracle:
         errors["blockwise"] = _compared(case, drawn.unpacked(plain), expected)
     for path, comparisons in errors.items():
-        wrong += [f"{path}: {found.text}" for found in comparisons if found.text]
+        wrong += [f"{path}: {compared.text}" for compared in comparisons if compared.text]
     outcome: dict[str, Any] = {
         "state": "failed" if wrong else "passed",
         "text": wrong,
-        "errors": {path: [found[:3] for found in each] for path, each in errors.items()},
+        "errors": {path: [compared[:3] for compared in each] for path, each in errors.items()},
     }
     if _directions(case) and not wrong:
         say("launching", what="timed programs")
@@ -160,8 +160,8 @@ def _wrong_bits(drawn: Arrays, program: Any) -> list[str]:
     uniform = Arrays(case, {**drawn.padded, **changed})
     out = drawn.unpacked(_launched(program, jax.device_put(uniform.given())))["out"]
     expected = (drawn.kept & drawn.valid)[..., :columns]
-    found = np.asarray(out, np.float32).transpose(0, 2, 1, 3)[..., :columns] > 0
-    count = int((found != expected).sum())
+    kept = np.asarray(out, np.float32).transpose(0, 2, 1, 3)[..., :columns] > 0
+    count = int((kept != expected).sum())
     return [f"dropout: {count} of {expected.size} bits are wrong"] if count else []
 
 
@@ -195,8 +195,8 @@ def _expected(drawn: Arrays) -> _Expected:
         if not case.tangents:
             return answer
         moving = (drawn.padded[f"{name}_tangent"] for name in ("query", "key", "value"))
-        found = oracle.tangents(problem, [x.astype(np.float64) for x in moving], rounded)
-        return answer._replace(results={**answer.results, **found})
+        tangents = oracle.tangents(problem, [x.astype(np.float64) for x in moving], rounded)
+        return answer._replace(results={**answer.results, **tangents})
 
     wide = results(lambda x: x)
     low = None if dtype == np.float32 else results(in_dtype).results
@@ -209,8 +209,8 @@ def _expected(drawn: Arrays) -> _Expected:
     }
     if case.tangents:  # dP V and dlse O may cancel: each is rounded by itself
         rows = problem._replace(dout=np.ones_like(out))
-        own = oracle.cancellation(rows, out, eps=_eps(case), fast=case.fast)
-        floors["out_tangent"] = own * np.abs(wide.results["lse_tangent"]).max()
+        tangent_floor = oracle.cancellation(rows, out, eps=_eps(case), fast=case.fast)
+        floors["out_tangent"] = tangent_floor * np.abs(wide.results["lse_tangent"]).max()
     return _Expected(wide.results, low, wide.scales, floors)
 
 
@@ -222,12 +222,12 @@ def _compared(
     of_norm = _TF32_TOLERANCE if case.fast else _FLOAT32_TOLERANCE
     if not is_wide and expected.low is None:
         of_norm = 2 * _eps(case)
-    found = []
+    comparisons = []
     for name, got in results.items():
         tolerance = of_norm
         if name in oracle.ABSOLUTE:
             tolerance = 1e-3 if is_rough else 2e-5 if case.tangents else 1e-5
-        found.append(
+        comparisons.append(
             oracle.compare(
                 name,
                 got,
@@ -239,7 +239,7 @@ def _compared(
                 scale=expected.scales.get(name),
             )
         )
-    return found
+    return comparisons
 
 
 def _eps(case: Case) -> float:
@@ -248,7 +248,11 @@ def _eps(case: Case) -> float:
 
 def _seconds(compiled: Mapping[Any, Any], given: Any) -> dict[str, dict[str, list[float]]]:
     """Seconds of a call in each batch of launches, by direction and peer."""
-    timed = {key: own for key, own in compiled.items() if isinstance(key, tuple) and own}
+    timed = {
+        key: executable
+        for key, executable in compiled.items()
+        if isinstance(key, tuple) and executable
+    }
     if any(direction == "forward_backward" for direction, _ in timed):
         timed["forward_backward", OURS] = compiled["kernels"]
     launches: dict[str, dict[str, Any]] = {}
@@ -265,6 +269,6 @@ def _seconds(compiled: Mapping[Any, Any], given: Any) -> dict[str, dict[str, lis
             continue
         peers[peer] = functools.partial(program, given)
     return {
-        direction: timing.interleaved(peers, seconds=0, least=_ROUNDS, most=_ROUNDS)
+        direction: programs.interleaved(peers, seconds=0, least=_ROUNDS, most=_ROUNDS)
         for direction, peers in launches.items()
     }

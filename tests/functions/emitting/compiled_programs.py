@@ -13,8 +13,7 @@ from random_programs import VMAP
 
 from jax_memeff.codegen import launch
 from jax_memeff.codegen.functions import emit
-from jax_memeff.codegen.functions.levels import Level
-from jax_memeff.codegen.functions.nodes import graph
+from jax_memeff.codegen.functions.nodes import Level, graph
 from jax_memeff.codegen.functions.program import Program
 
 DIVISOR = 3  # captured arrays have VMAP batch indices, each for three of the call

@@ -9,8 +9,7 @@ import pytest
 from jax_memeff._functions.trace import traced_mask_function, traced_score_function
 from jax_memeff.codegen import emit, select
 from jax_memeff.codegen.features import AskedBias
-from jax_memeff.codegen.features.delta import AskedDelta
-from jax_memeff.codegen.features.functions import AskedFunctions
+from jax_memeff.codegen.features.functions import AskedDelta, AskedFunctions
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.toolchain import compile as compiler
 

@@ -16,8 +16,7 @@ from paging import paged_attention
 from jax_memeff.codegen import strategy
 from jax_memeff.codegen.features import AskedPages
 from jax_memeff.codegen.problem import Problem
-from jax_memeff.codegen.select import explain, select
-from jax_memeff.codegen.support import family_reasons
+from jax_memeff.codegen.select import explain, family_reasons, select
 
 CODES = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn)
 

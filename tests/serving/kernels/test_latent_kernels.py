@@ -18,8 +18,7 @@ from jax_memeff.codegen.features import AskedPages
 from jax_memeff.codegen.kernels.sm90.latent import LARGE_GROUP_SEGMENTS, SMALL_GROUP_SEGMENTS
 from jax_memeff.codegen.problem import Problem
 from jax_memeff.codegen.select import explain, select
-from jax_memeff.codegen.sizes import Sizes
-from jax_memeff.codegen.strategy import Strategy
+from jax_memeff.codegen.strategy import Sizes, Strategy
 from jax_memeff.errors import UnsupportedError
 
 LATENT = Case(
