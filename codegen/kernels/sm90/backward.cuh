@@ -709,14 +709,14 @@ struct BackwardConsumerSm90 {
   CUTE_DEVICE void exponentiate(int head, int tile, bool partial, int stage,
                                 Logsumexps const& logsumexps, Exponents const& exponents,
                                 FunctionReads const& reads,
-                                typename Mask::TransposedReads const& mask_reads, Scores& scores,
+                                typename Mask::TransposedReads const& bits, Scores& scores,
                                 Scores& scaled) const {
     Modifiers const modifiers = {{params.scale}, {params, &reads}, Bias(tiles + kBiasOffset)};
     int const row = tile * kTileQuery;
     ScoreTilePosition const at = work.position(head, tile);
     exponents.modify(
         [&] { modifiers.recompute(scores, scaled, at, params, work, head, row, stage); });
-    mask.template apply_transposed<kTileQuery, kTileKey>(scores, params, at, partial, &mask_reads);
+    mask.template apply_transposed<kTileQuery, kTileKey>(scores, params, at, partial, &bits);
     exponentiate_transposed(logsumexps.reader(Kernel::statistics_of(tiles, stage)),
                             exponents.softmax_scale(params.scale), scores,
                             exponents.of_tile(params, at));
@@ -1154,8 +1154,7 @@ struct FmhaBackwardSm90 {
                                   Work const& work, Control& control, uint32_t tiles,
                                   KeyStage const& key, Stage& stage, int& score_buffer) {
     WorkItem const& item = work.item;
-    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-    int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    int const warpgroup = warpgroup_index();
     bool const leader = threadIdx.x % kWarpSize == 0;  // one per warp
     Mask const mask(params.mask, params.shape, item.batch);
     uint32_t const key_tile = tiles + key.index * kKeyStageBytes;
@@ -1191,12 +1190,12 @@ struct FmhaBackwardSm90 {
         consumer.begin_score_gradient(values, out_tile, score_gradient);
         auto const reads = read_ahead(params, control, tiles, stage, work.position(head, tile));
         KeptBlocks const kept(params, item.batch, head, tile * kTileQuery, work.column);
-        auto const mask_reads = mask.template read<true>(params, work.position(head, tile));
+        auto const bits = mask.template read<true>(params, work.position(head, tile));
         wait_products<kScoreGradient>();  // S
         fence_accumulators(scores);
         auto scaled = ScoreGrid::make_accumulators();  // (4, 1, MMA_N), for the soft cap
         consumer.exponentiate(head, tile, walk.partial(), stage.index, logsumexps, exponents, reads,
-                              mask_reads, scores, scaled);
+                              bits, scores, scaled);
         if constexpr (Config::kExponentiatesUnderDp) control.out_gradient.wait_again(stage);
         Deltas<ScoreGrid, kVectorsAhead> const deltas(statistics);
         wait_products<0>();  // dP

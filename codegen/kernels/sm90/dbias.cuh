@@ -390,8 +390,7 @@ struct DbiasSm90 {
                                         PipelineStage<kStages>& stage, uint32_t tiles,
                                         Accumulators& accumulators) {
     using Operand = DescriptorOperand<Part, Contiguous::k>;
-    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-    int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    int const warpgroup = warpgroup_index();
     CUTE_UNROLL
     for (int part = 0; part < kParts; ++part) {
       uint32_t const pair = tiles + stage.index * kPairBytes;

@@ -59,8 +59,7 @@ struct FmhaBackwardSm90Delta : QueryOwnerSm90<Config, 128, Config::kTileQuery, 2
     if (work.kv_blocks.begin >= work.kv_blocks.end) return;
     ProblemShape const& shape = params.shape;
     WorkItem const& item = work.item;
-    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-    int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    int const warpgroup = warpgroup_index();
     bool const leader = threadIdx.x % kWarpSize == 0;  // one per warp
     Mask const mask(params.mask, shape, item.batch);
     DescriptorOperand<QueryTile, Contiguous::k> const queries(tiles, warpgroup * kWarpgroupRows);

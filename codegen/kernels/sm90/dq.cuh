@@ -63,8 +63,7 @@ struct FmhaBackwardTwoKernelDq
                                   Work const& work, Control& control, uint32_t tiles) {
     ProblemShape const& shape = params.shape;
     WorkItem const& item = work.item;
-    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-    int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    int const warpgroup = warpgroup_index();
     bool const leader = threadIdx.x % kWarpSize == 0;  // one per warp
     Mask const mask(params.mask, shape, item.batch);
     QueryRows const queries(tiles, warpgroup * kWarpgroupRows);

@@ -412,8 +412,7 @@ struct FmhaBackwardF16x3Dq {
     auto query_gradient = QueryGrid::make_accumulators();  // (4, 1, MMA_N)
     cute::clear(query_gradient);
     if (work.kv_blocks.begin < work.kv_blocks.end) {
-      // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-      int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+      int const warpgroup = warpgroup_index();
       Statistics const statistics = TwoKernelDq::load_statistics(params, work.item, work.row);
       control.query.wait({});
       QueryRows const queries(tiles + warpgroup * kF16x3PartBytes<QueryTile>);
@@ -971,8 +970,7 @@ struct FmhaBackwardF16x3Dkdv : F16x3DkdvWork<Config> {
       return;
     }
     raise_registers<kConsumerRegisters>();
-    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-    if (__shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0) == 0) {
+    if (warpgroup_index() == 0) {
       F16x3ProbabilityConsumer<Config>::run(params, work, control, tiles);
     } else if constexpr (Config::kKeyGradient) {
       F16x3GradientConsumer<Config>::run(params, work, control, tiles);

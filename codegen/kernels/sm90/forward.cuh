@@ -101,8 +101,7 @@ struct ForwardMainLoopSm90 {
   // Computes all work tiles of one consumer.
   CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
     ConsumerState at;
-    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-    at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    at.warpgroup = warpgroup_index();
     at.group = kConsumerGroups > 1 ? at.warpgroup : 0;
     at.row_warpgroup = at.warpgroup - at.group;
     at.leader = threadIdx.x % kWarpSize == 0;
@@ -173,11 +172,10 @@ struct ForwardMainLoopSm90 {
       tile = range.next(tile);
       fence_accumulators(sums);
       if constexpr (Operands::kSequential) begin_output(), end_output();
-      auto const [kept, reads, mask_reads] = multiply_keys<Operands::kSequential ? 0 : 1>(
+      auto const [kept, reads, bits] = multiply_keys<Operands::kSequential ? 0 : 1>(
           params, control, tiles, at, mask, item, tile, queries, linear, scores, begin_output);
       release_operands(control, at, tile == range.begin);
-      modify(params, control, mask, item, tile, range, tiles, at, linear, reads, mask_reads,
-             scores);
+      modify(params, control, mask, item, tile, range, tiles, at, linear, reads, bits, scores);
       auto const correction = softmax.exponentiate(
           scores, linear.softmax_scale(params.scale),
           [&] {
@@ -239,10 +237,10 @@ struct ForwardMainLoopSm90 {
     begin_tile(params, control, tiles, at, mask, item, range, tile, tile + 1, queries);
     Consumer::skip(control.value, at.value, range.passed(tile + 1), at.leader);
     control.key.wait(at.key);
-    auto const [kept, reads, mask_reads] = multiply_keys<0>(params, control, tiles, at, mask, item,
-                                                            tile, queries, linear, scores, [] {});
+    auto const [kept, reads, bits] = multiply_keys<0>(params, control, tiles, at, mask, item, tile,
+                                                      queries, linear, scores, [] {});
     release_operands(control, at, tile == range.begin);
-    modify(params, control, mask, item, tile, range, tiles, at, linear, reads, mask_reads, scores);
+    modify(params, control, mask, item, tile, range, tiles, at, linear, reads, bits, scores);
     softmax.exponentiate(scores, linear.softmax_scale(params.scale), typename Softmax::Nothing{},
                          linear.shift(item.tile * kTileQuery, tile * kTileKey));
     if (tile > range.begin) control.key.wait(at.key);
@@ -352,7 +350,7 @@ struct ForwardMainLoopSm90 {
   CUTE_DEVICE static void modify(ForwardParams const& params, Control& control, Mask const& mask,
                                  WorkItem const& item, int tile, Blocks const& range,
                                  uint32_t tiles, ConsumerState& consumer, Linear const& linear,
-                                 FunctionReads const& reads, typename Mask::Reads const& mask_reads,
+                                 FunctionReads const& reads, typename Mask::Reads const& bits,
                                  Scores& scores) {
     if constexpr (!Diagonals::kIsOn) Consumer::advance(consumer.key);
     int const row = item.tile * kTileQuery;
@@ -370,7 +368,7 @@ struct ForwardMainLoopSm90 {
     bool const partial = range.is_partial(tile, warpgroup) &&
                          may_be_masked(params, mask, at, warpgroup * kWarpgroupRows);
     mask.template apply<kWarpgroupRows, kTileKey>(
-        scores, params, at, partial, warpgroup * kWarpgroupRows, control.may_miss(), &mask_reads);
+        scores, params, at, partial, warpgroup * kWarpgroupRows, control.may_miss(), &bits);
     if (range.is_empty(tile, warpgroup)) {
       cute::fill(scores, -infinity());
       fence_accumulators(scores);  // keeps the branch; otherwise each block selects every score

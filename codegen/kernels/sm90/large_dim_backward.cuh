@@ -523,8 +523,7 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
   CUTE_DEVICE static void run(BackwardParams const& params, BackwardMaps const& maps,
                               Work const& work, Control& control, uint32_t tiles, int rank) {
     ConsumerState at;
-    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-    at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    at.warpgroup = warpgroup_index();
     Role const role(params, work, control, tiles, rank);
     Sums sums;
     sums.for_each([](auto& part, auto) { cute::clear(part); });
@@ -938,7 +937,7 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
 
   CUTE_DEVICE static void run(BackwardParams const& params, Work const& work, Control& control,
                               uint32_t tiles) {
-    int const warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    int const warpgroup = warpgroup_index();
     if (work.count > 0) {
       Statistics const statistics =
           Base::load_statistics(params, work, work.own_row + warpgroup * kRows);

@@ -150,8 +150,7 @@ struct LargeDimConsumerSm90 {
 
   CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles) {
     ConsumerState at;
-    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-    at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    at.warpgroup = warpgroup_index();
     WorkItem const item = Kernel::item(params.shape, params.bias);
     Mask const mask(params.mask, params.shape, item.batch);
     TileRange const range = Kernel::blocks(mask, item);

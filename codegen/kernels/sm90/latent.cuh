@@ -772,8 +772,7 @@ struct LatentConsumerSm90 {
   CUTE_DEVICE static void run(ForwardParams const& params, Control& control, uint32_t tiles,
                               int sharers) {
     ConsumerState at;
-    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-    at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    at.warpgroup = warpgroup_index();
     int const lane = int(threadIdx.x) % kWarpSize;
     at.leader = lane == 0;
     at.releases = lane >= sharers ? -1 : sharers == 1 ? cluster_rank() : lane;

@@ -364,8 +364,7 @@ struct TangentMainLoopSm90 {
   // Computes all work tiles of one consumer.
   CUTE_DEVICE static void run(TangentParams const& params, Control& control, uint32_t tiles) {
     ConsumerState at = {};
-    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-    at.warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+    at.warpgroup = warpgroup_index();
     at.row_warpgroup = at.warpgroup;
     at.leader = threadIdx.x % kWarpSize == 0;
     while (true) {

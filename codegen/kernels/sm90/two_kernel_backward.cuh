@@ -488,8 +488,7 @@ struct FmhaBackwardTwoKernelDkdv : DkdvSm90<Config> {
       return;
     }
     raise_registers<kConsumerRegisters>();
-    // The index is uniform over the warpgroup; the shuffle makes that visible to the compiler.
-    if (__shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0) == 0) {
+    if (warpgroup_index() == 0) {
       DkdvQueryConsumer<Config>::run(params, maps, work, control, tiles);
     } else {
       DkdvOutConsumer<Config>::run(params, maps, work, control, tiles);

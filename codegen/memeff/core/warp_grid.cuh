@@ -8,7 +8,14 @@
 namespace memeff {
 
 constexpr int kWarpgroupSize = 128;
+
 constexpr int kWarpgroupRows = 64;
+
+// The index of the calling thread's warpgroup. It is uniform over the warpgroup; the shuffle makes
+// that visible to the compiler.
+CUTE_DEVICE int warpgroup_index() {
+  return __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroupSize, 0);
+}
 
 // Whether kWarps warps with `rows` rows each can tile a [kRows, kColumns] product. The columns of a
 // warp must be a multiple of 16, the width of one ldmatrix.x4 of the right operand.
