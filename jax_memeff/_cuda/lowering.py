@@ -28,6 +28,7 @@ from jax_memeff._call.operands import (
 from jax_memeff._call.options import Options
 from jax_memeff._cuda import (
     buffers,
+    few_rows,
     fixed_point_sums,
     functions,
     paged_calls,
@@ -44,32 +45,60 @@ def lower_forward(ctx: mlir.LoweringRuleContext, *values: Any, tree: Any, option
     types, operands = jax.tree.unflatten(tree, ctx.avals_in), jax.tree.unflatten(tree, values)
     if types.mask.key_lists:
         return _lower_lists(ctx, *values, types=types, options=options)
+    if split := few_rows.split_of(types, options):
+        return _lower_converted(
+            ctx, values, types, split.convert, options, split.rows_shape, split.merged
+        )
     return _lower_parts(ctx, types, operands, options)
 
 
 def _lower_lists(ctx: mlir.LoweringRuleContext, *values: Any, types: Any, options: Options):
     """A call with lists of keys, as one without."""
     other = selection.without_lists(types, options, None)
+    shapes = [aval.shape for aval in ctx.avals_out]
+
+    def finish(*results: jax.Array) -> list[jax.Array]:
+        return [x.reshape(shape) for x, shape in zip(results, shapes, strict=True)]
+
+    return _lower_converted(
+        ctx,
+        values,
+        types,
+        lambda given: other.convert(given)[0],
+        other.options,
+        other.operands.query.shape[:3] if other.in_pages else shapes[1],
+        finish,
+    )
+
+
+def _lower_converted(
+    ctx: mlir.LoweringRuleContext,
+    values: Sequence[Any],
+    types: Any,
+    convert: Callable[[Any], Any],
+    options: Options,
+    rows: Sequence[int],
+    finish: Callable[..., Any],
+):
+    """A forward by another one.
+
+    Args:
+        ctx: that of the primitive.
+        values: the arrays of the call.
+        types: their types, as operands.
+        convert: the operands of the other call from those of this one.
+        options: of the other call.
+        rows: the shape of the other call's logsumexp.
+        finish: the results of this call from those of the other one.
+    """
     structure = jax.tree.structure(types)
     context, operands = _lowered(
-        ctx, lambda *leaves: other.convert(jax.tree.unflatten(structure, leaves))[0], values
+        ctx, lambda *leaves: convert(jax.tree.unflatten(structure, leaves)), values
     )
     own = jax.tree.unflatten(jax.tree.structure(operands), context.avals_in)
-    if not other.in_pages:
-        return _lower_parts(context, own, operands, other.options)
-    rows = other.operands.query.shape[:3]
-    shapes = [(*rows, other.operands.value_dim), *[rows] * (len(ctx.avals_out) - 1)]
-    results = [
-        ShapedArray(shape, aval.dtype) for shape, aval in zip(shapes, ctx.avals_out, strict=True)
-    ]
-    outputs = _lower_parts(context.replace(avals_out=results), own, operands, other.options)
-    shapes = [aval.shape for aval in ctx.avals_out]
-    _, reshaped = _lowered(
-        ctx.replace(avals_in=results),
-        lambda *outputs: [x.reshape(shape) for x, shape in zip(outputs, shapes, strict=True)],
-        outputs,
-    )
-    return reshaped
+    results = [ShapedArray((*rows, *aval.shape[3:]), aval.dtype) for aval in ctx.avals_out]
+    outputs = _lower_parts(context.replace(avals_out=results), own, operands, options)
+    return _lowered(ctx.replace(avals_in=results), finish, outputs)[1]
 
 
 def _lowered(

@@ -14,7 +14,7 @@ from jax_memeff._call.operands import NeedsGrad, Operands
 from jax_memeff._call.options import Options
 from jax_memeff._call.sequences import MOST_POSITIONS
 from jax_memeff._call.values import require_static
-from jax_memeff._cuda import bits, buffers, key_lists, paged_calls
+from jax_memeff._cuda import bits, buffers, few_rows, key_lists, paged_calls
 from jax_memeff._cuda.problem import KernelCall, problem_of, sizes_of
 from jax_memeff.codegen import arch as architectures
 from jax_memeff.codegen import gpu
@@ -129,6 +129,8 @@ def kernels_of_primitive(
     try:
         if types.mask.key_lists:
             _, types, options, needs_grad, _ = without_lists(types, options, needs_grad, archs)
+        elif needs_grad is None and (split := few_rows.split_of(types, options)):
+            types = jax.eval_shape(split.convert, types)
         parts = paged_calls.parts_of(buffers.separate(types))
         return [kernels(part.types, options, needs_grad, archs) for part in parts]
     except UnsupportedError:

@@ -179,7 +179,7 @@ def test_lists_are_bits_where_kernels_need_positions(given, fake_compiler):
     ("rows", "columns", "way"),
     [
         (200, 3000, "boolean"),
-        (200, 9000, "page_table"),  # each list has few of the keys
+        (200, 12_000, "page_table"),  # each list has few of the keys
         (100, 3000, "page_table"),  # a tile is not full
     ],
 )

@@ -1,0 +1,124 @@
+"""Dense calls with few queries and head dims above 256, whose kernels do not split the keys.
+
+A decode step of such heads would give each head a tile with one row, and each tile all keys. Here
+the heads that share a key head become the rows of a tile, each part of the keys becomes a batch
+index, and XLA merges the parts (the combine step of FlashDecoding).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_memeff._call.mask import Mask
+from jax_memeff._call.operands import Operands, QkvPackedOperands
+from jax_memeff._call.options import Divisors, Options
+from jax_memeff.codegen.kernels.common.base import PADDED_DIMS
+
+_TILE_ROWS = 64
+_MOST_ROWS = 8 * _TILE_ROWS
+"""Calls with more rows for a key head fill tiles of their own heads."""
+_LEAST_KEYS = 256
+"""The least keys of a part: with fewer, merging would take longer than what it saves."""
+_TILES = 128
+"""The tiles that fill a GPU: about its number of SMs."""
+
+
+class Split(NamedTuple):
+    """The sizes of a call whose keys are split."""
+
+    batch: int
+    rows: int
+    heads: int
+    key_heads: int
+    parts: int
+    part_keys: int
+
+    def convert(self, given: Operands) -> Operands:
+        """The call in parts. Its rows are the queries and heads of a key head."""
+        batch, parts, keys = self.batch, self.parts, self.part_keys
+        group = self.heads // self.key_heads
+        query = given.query.reshape(batch, self.rows, self.key_heads, group, -1)
+        query = query.swapaxes(2, 3).reshape(batch, 1, self.rows * group, self.key_heads, -1)
+        query = jnp.repeat(query, parts, 1).reshape(batch * parts, *query.shape[2:])
+        key, value = (
+            x.reshape(batch * parts, keys, self.key_heads, -1) for x in (given.key, given.value)
+        )
+        lengths = given.mask.key_lengths
+        if lengths is not None:
+            first = keys * jnp.arange(parts, dtype=jnp.int32)
+            lengths = (lengths[:, None] - first).clip(0, keys).reshape(-1)
+        mask = Mask() if lengths is None else Mask.lengths(None, lengths)
+        return given._replace(query=query, key=key, value=value, mask=mask)
+
+    @property
+    def rows_shape(self) -> tuple[int, int, int]:
+        """The shape of the logsumexp of the parts."""
+        group = self.heads // self.key_heads
+        return self.batch * self.parts, self.rows * group, self.key_heads
+
+    def merged(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The results of the call from those of its parts; rows without keys have 0 and -inf."""
+        lse = lse.reshape(self.batch, self.parts, *lse.shape[1:])
+        largest = jnp.max(lse, 1, keepdims=True)
+        weights = jnp.exp(lse - jnp.where(jnp.isfinite(largest), largest, 0))
+        total = jnp.sum(weights, 1)
+        parts = out.reshape(self.batch, self.parts, *out.shape[1:]).astype(lse.dtype)
+        # The output of a part without keys may be anything.
+        products = jnp.where(weights[..., None] > 0, parts * weights[..., None], 0)
+        merged = jnp.sum(products, 1) / jnp.where(total > 0, total, 1)[..., None]
+        return (
+            self._of_heads(merged.astype(out.dtype)),
+            self._of_heads(jnp.log(total) + largest[:, 0]),
+        )
+
+    def _of_heads(self, x: jax.Array) -> jax.Array:
+        """[B, rows, heads, ...] from [B, rows * group, key heads, ...]."""
+        group = self.heads // self.key_heads
+        split = x.reshape(self.batch, self.rows, group, self.key_heads, *x.shape[3:])
+        return split.swapaxes(2, 3).reshape(self.batch, self.rows, self.heads, *x.shape[3:])
+
+
+def split_of(types: Operands | QkvPackedOperands, options: Options) -> Split | None:
+    """How a forward is split; None if it stays whole."""
+    if isinstance(types, QkvPackedOperands) or types.sequences is not None:
+        return None
+    batch, heads, rows, columns = types.scores_shape
+    key_heads = types.key.shape[2]
+    tiles = key_heads * -(-rows * (heads // key_heads) // _TILE_ROWS)
+    is_large = max(types.query.shape[3], types.value_dim) > PADDED_DIMS[-1]
+    if not is_large or rows * (heads // key_heads) > _MOST_ROWS or min(batch, columns) == 0:
+        return None
+    if not _has_only_lengths(types, rows) or options.row_maxima:
+        return None
+    if options.divisors != Divisors() or {types.key.shape[0], types.value.shape[0]} != {batch}:
+        return None  # batch indices share keys
+    parts = _parts(columns, most=-(-_TILES // (batch * tiles)))
+    if parts == 1 and heads == key_heads:
+        return None
+    return Split(batch, rows, heads, key_heads, parts, columns // parts)
+
+
+def _parts(columns: int, most: int) -> int:
+    """The largest number of equal parts, up to ``most``, with at least ``_LEAST_KEYS`` keys.
+
+    >>> _parts(8192, 20), _parts(8200, 20), _parts(8191, 20), _parts(300, 20)
+    (16, 20, 1, 1)
+    """
+    most = min(most, columns // _LEAST_KEYS)
+    return max((n for n in range(1, most + 1) if columns % n == 0), default=1)
+
+
+def _has_only_lengths(types: Operands, rows: int) -> bool:
+    """Whether elements are masked by lengths of keys alone, and nothing else reads positions.
+
+    A single row at the end of its sequence sees all keys under a causal mask.
+    """
+    mask, absent = types.mask, (types.bias, types.sinks, types.functions, types.dropout)
+    end = mask.bottom_right
+    is_last = rows == 1 and end is not None and (end.left, end.right) == (None, 0)
+    allowed = {"key_lengths", *(("bottom_right",) if is_last else ())}
+    is_plain = mask.kinds() <= allowed and not mask.more_lengths and not mask.block_masks
+    return is_plain and all(x is None for x in (*absent, types.position)) and not types.captured
