@@ -18,7 +18,7 @@ def results(tmp_path_factory):
     """The document of the command on a CPU, for the tiny models."""
     path = tmp_path_factory.mktemp("training") / "training.json"
     command = [sys.executable, str(BENCHMARKS / "training.py"), "--output", str(path)]
-    command += ["--attentions", "memeff,jax_xla,jax_cudnn", "--rounds", "2", "--batch-ms", "2"]
+    command += ["--attentions", "memeff,jax_xla,jax_cudnn", "--rounds", "3", "--batch-ms", "20"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
