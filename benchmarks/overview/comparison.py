@@ -126,7 +126,7 @@ def of_document(document: dict[str, Any]) -> list[Group]:
     """The groups of one document, also those without a title or a peer."""
     if "steps" in document:
         document = _with_cells(document)
-    if not document.get("cells"):
+    if not document.get("cells") or not document["peers"]:  # all calls are from pages
         return []
     own = ours(document)
     others = {peer: label for peer, label in document["peers"].items() if peer not in OURS}

@@ -8,7 +8,7 @@ from typing import Any
 from measuring.documents import LARGEST_DIFFERENCE
 from programs.peers import OURS, PEERS
 from reporting.markdown_table import table
-from reporting.results import time
+from reporting.results import device_title, time
 
 from server import flash_mla
 
@@ -55,6 +55,12 @@ def _ratio(record: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return f"{other['seconds'] / record['seconds']:.2f}"
 
 
+def _compared(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
+    """The ratio to a peer, bold if the peer is faster."""
+    ratio = _ratio(ours, peer)
+    return f"**{ratio}**" if ratio != _MISSING and float(ratio) < 1 else ratio
+
+
 def _pages(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list[str]:
     labels, rows = document["labels"], []
     for step in steps:
@@ -62,9 +68,7 @@ def _pages(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list[
         peers = [r for n, r in found.items() if n in PEERS and n not in OURS and "seconds" in r]
         fastest = min(peers, key=lambda record: record["seconds"], default={})
         times = [_time(found.get(name, {})) for name in _WAYS]
-        ratio = _ratio(found.get("pages64", {}), fastest)
-        is_slower = ratio != _MISSING and float(ratio) < 1
-        rows.append([step["name"], *times, f"**{ratio}**" if is_slower else ratio])
+        rows.append([step["name"], *times, _compared(found.get("pages64", {}), fastest)])
     return [
         "## Pages",
         "Times in µs with keys in pages in random order. The last column is the time of the "
@@ -94,11 +98,11 @@ def _latent(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list
         if "seconds" in record:
             rates = [f"{record['tflops']:.0f}", f"{record['bytes_per_second'] / copy:.2f}"]
         speeds = [_ratio(step["results"].get(name, {}), record) for name in ("float8", "invariant")]
-        peer = _ratio(record, step["results"].get(flash_mla.NAME, {}))
+        peer = _compared(record, step["results"].get(flash_mla.NAME, {}))
         rows.append([step["name"], _time(record), *rates, *speeds, peer])
     header = ["step", "µs", "TFLOP/s", "of the copy's rate", "float8", "batch-invariant", "ratio"]
     return [
-        "## Latent attention",
+        f"## {device_title(document)}: latent attention",
         "Keys have 576 columns, of which 512 are values. A copy on the device moves "
         f"{copy / 1e12:.3g} TB/s. Float8 and batch-invariant are speeds relative to this call. "
         f"The last column is {flash_mla.LABEL}'s time with the same pages, divided by this one.",
