@@ -23,7 +23,6 @@
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/query_tiles.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/score/bias/direct.cuh>

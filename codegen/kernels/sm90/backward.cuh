@@ -33,8 +33,8 @@
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
+#include <memeff/layout/backward_workspaces.cuh>
 #include <memeff/layout/key_value_source.cuh>
-#include <memeff/layout/row_statistics.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/block_mask.cuh>

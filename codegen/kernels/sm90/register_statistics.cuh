@@ -1,7 +1,7 @@
 // The logsumexp and delta of the two rows in which a thread owns elements, in registers.
 #pragma once
 
-#include <memeff/layout/row_statistics.cuh>
+#include <memeff/layout/backward_workspaces.cuh>
 #include <memeff/score/probability.cuh>
 
 namespace memeff {

@@ -1,7 +1,6 @@
 // The user's mask function (`Mask.function`), evaluated at the elements of a tile.
 #pragma once
 
-#include <memeff/core/function/of_rows.cuh>
 #include <memeff/core/function/of_tile.cuh>
 #include <memeff/layout/gqa_rows.cuh>
 

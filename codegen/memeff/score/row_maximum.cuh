@@ -1,7 +1,7 @@
 // The largest score of each row, which users ask for to keep logits from growing.
 #pragma once
 
-#include <memeff/core/feature_arrays.cuh>
+#include <memeff/core/common.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/score/row_end.cuh>
 

@@ -3,7 +3,7 @@
 //   out = sum of exp(s) v / (sum of exp(s) + exp(sink)),   lse = log(sum of exp(s) + exp(sink))
 #pragma once
 
-#include <memeff/core/feature_arrays.cuh>
+#include <memeff/core/common.cuh>
 #include <memeff/score/row_end.cuh>
 
 namespace memeff {

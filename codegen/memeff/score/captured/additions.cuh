@@ -1,7 +1,7 @@
 // Additions to the gradients of captured arrays in global memory.
 #pragma once
 
-#include <memeff/core/feature_arrays.cuh>
+#include <memeff/core/common.cuh>
 #include <memeff/core/function/sums.cuh>
 #include <memeff/core/math.cuh>
 
