@@ -46,7 +46,6 @@
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
 #include <memeff/schedule/ping_pong.cuh>
-#include <memeff/schedule/query_tile_rings.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
 #include <memeff/score/captured/shared_diagonals.cuh>
 #include <memeff/score/modifiers.cuh>

@@ -24,7 +24,6 @@
 
 #include <kernels/common/preprocess.cuh>
 #include <kernels/sm90/backward_tiles.cuh>
-#include <kernels/sm90/register_statistics.cuh>
 #include <memeff/arch/cluster.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/transposed.cuh>
