@@ -9,7 +9,6 @@
 #include <memeff/layout/gqa_rows.cuh>
 #include <memeff/layout/sequences.cuh>
 #include <memeff/mask/interval.cuh>
-#include <memeff/score/row_end.cuh>
 #include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {

@@ -17,8 +17,8 @@
 #include <memeff/schedule/dq_semaphore.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/split_q.cuh>
-#include <memeff/score/bias/rows.cuh>
 #include <memeff/score/bias/tile.cuh>
+#include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {
 

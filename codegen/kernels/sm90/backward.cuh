@@ -43,11 +43,10 @@
 #include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/q_blocks.cuh>
 #include <memeff/schedule/split_q.cuh>
-#include <memeff/score/bias/gradient_transposed.cuh>
-#include <memeff/score/captured/function_gradient.cuh>
-#include <memeff/score/captured/shared_diagonals.cuh>
+#include <memeff/score/function_gradient.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/probability.cuh>
+#include <memeff/score/shared_diagonals.cuh>
 
 namespace memeff {
 
@@ -466,7 +465,7 @@ struct KvBlockWorkSm90 {
 
 // Gradients of captured arrays are sums over a Q block, along diagonals or for each query. Each
 // warp of the consumers first stores the terms of its 16 keys in a strip of shared memory
-// (score/captured/strip_sums.cuh). There are two ways to add the sums to global memory.
+// (score/function_gradient.cuh). There are two ways to add the sums to global memory.
 
 // Strategy 1: each warp of the consumers adds its own strips.
 template <class Config, class Kernel>

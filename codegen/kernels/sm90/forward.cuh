@@ -22,7 +22,7 @@
 // O, and the products of one consumer overlap only the softmax of the other.
 //
 // If a score function reads along diagonals, the warp that copies queries also reads the diagonals
-// of each KV block (score/captured/shared_diagonals.cuh).
+// of each KV block (score/shared_diagonals.cuh).
 //
 // If there are few work tiles, the consumers form groups that share 64 rows (intra-CTA split-KV).
 // They take the KV blocks in turn, each with a softmax and an output of its own, and merge these at
@@ -47,8 +47,8 @@
 #include <memeff/schedule/persistent.cuh>
 #include <memeff/schedule/ping_pong.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
-#include <memeff/score/captured/shared_diagonals.cuh>
 #include <memeff/score/modifiers.cuh>
+#include <memeff/score/shared_diagonals.cuh>
 
 namespace memeff {
 

@@ -29,11 +29,11 @@
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
 #include <memeff/schedule/ping_pong.cuh>
-#include <memeff/score/bias/rows.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
-#include <memeff/score/captured/shared_diagonals.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/probability.cuh>
+#include <memeff/score/row_modifiers.cuh>
+#include <memeff/score/shared_diagonals.cuh>
 
 namespace memeff {
 

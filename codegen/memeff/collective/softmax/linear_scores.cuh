@@ -15,7 +15,7 @@
 #include <memeff/core/function/of_tile.cuh>
 #include <memeff/core/math.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/score/row_end.cuh>
+#include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {
 
