@@ -26,7 +26,7 @@ COLUMN_SUM_BARRIERS = 2
 
 def column_sum_bytes(ctas: int, rows: int, columns: int) -> int:
     """The bytes of a tile of scores that arrives from the CTA with the other columns, if ``ctas``
-    divide them (codegen/memeff/collective/sums/column_sum.cuh).
+    divide them (codegen/memeff/collective/column_sum.cuh).
     """
     return rows * columns * 4 if ctas > 1 else 0
 

@@ -17,7 +17,7 @@
 #include <memeff/arch/barrier.cuh>
 #include <memeff/arch/copy.cuh>
 #include <memeff/collective/consumer_groups.cuh>
-#include <memeff/collective/copies/copied_rows.cuh>
+#include <memeff/collective/copies/load_tile.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warp_gemm.cuh>

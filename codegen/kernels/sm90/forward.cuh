@@ -33,7 +33,6 @@
 #include <kernels/sm90/forward_parts.cuh>
 #include <memeff/collective/consumer_groups.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
-#include <memeff/collective/softmax/column_product.cuh>
 #include <memeff/collective/softmax/linear_scores.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>

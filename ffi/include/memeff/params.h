@@ -167,7 +167,7 @@ struct ForwardParams {
   float* out_sum;             // large head dims: [B, N, padded T, padded Hv], in the order of
                               // collective/chunked_product.cuh
   float* score_sum;           // H > kLongSumColumns: a tile of scores for each tile of queries; see
-                              // collective/sums/long_sum.cuh
+                              // sm80/large_dim_forward.cuh
   BlockMask block_mask;
   char* query_hi_lo;  // 3xFP16: see layout/f16x3_tiles.cuh
   char* key_hi_lo;
