@@ -320,7 +320,7 @@ class FunctionGradient<Config, Grid, kTransposed, true> {
   static constexpr int kSharedBytes = kStrips * kWarps * Strip::kWarpBytes;
 
   // The reads that are summed along diagonals, for a kernel in which one warp adds up the sums of
-  // all warps (diagonal_ring.cuh). No other read may have a strip.
+  // all warps (DiagonalRing). No other read may have a strip.
   static constexpr int kDiagonalReads = kStrips;
   using Ring = DiagonalRing<Grid>;
 
