@@ -81,7 +81,7 @@ _MULTIPROCESSORS = {
 def multiprocessors(arch: str) -> int:
     """The SMs of a typical GPU of ``arch``. A program is lowered before its device is known, so
     this number decides how work is divided; what is launched is limited to the device
-    (ffi/src/splits.cc).
+    (ffi/src/launch.cc).
 
     >>> multiprocessors("compute_80"), multiprocessors("sm_90a")
     (108, 132)

@@ -26,7 +26,7 @@ COLUMN_SUM_BARRIERS = 2
 
 def column_sum_bytes(ctas: int, rows: int, columns: int) -> int:
     """The bytes of a tile of scores that arrives from the CTA with the other columns, if ``ctas``
-    divide them (codegen/memeff/collective/sums/column_sum.cuh).
+    divide them (codegen/memeff/collective/column_sum.cuh).
     """
     return rows * columns * 4 if ctas > 1 else 0
 
@@ -59,7 +59,7 @@ def merge_bytes(threads: int, groups: int, lane_rows: int, query: int, value_dim
 
 
 def captured_sum_bytes(spec: KernelSpec, columns: Sum, warps: int, warp_columns: int) -> int:
-    """The bytes of the strips of all warps (codegen/memeff/score/captured/strip_sums.cuh).
+    """The bytes of the strips of all warps (codegen/memeff/score/function_gradient.cuh).
 
     ``columns`` is the dim along the columns of the scores' accumulators, ``Sum.QUERY`` or
     ``Sum.KEY``; each warp has ``warp_columns`` of them.
@@ -74,7 +74,7 @@ def captured_sum_bytes(spec: KernelSpec, columns: Sum, warps: int, warp_columns:
 def diagonal_sum_bytes(spec: KernelSpec, warps: int, warp_columns: int) -> int:
     """The bytes in which one warp adds up sums along diagonals. For each read they hold the sums of
     a Q block from each of ``warps``, and a ring of 256 sums
-    (codegen/memeff/score/captured/diagonal_ring.cuh).
+    (codegen/memeff/score/function_gradient.cuh).
     """
     functions = spec[FUNCTIONS]
     rings = 0 if functions is None else functions.read_sums.count(Sum.DIAGONAL)
@@ -83,7 +83,7 @@ def diagonal_sum_bytes(spec: KernelSpec, warps: int, warp_columns: int) -> int:
 
 def diagonal_bytes(spec: KernelSpec) -> int:
     """The bytes of the numbers that a score function reads along the diagonals of a tile. There are
-    two copies, 16 banks apart (codegen/memeff/score/captured/shared_diagonals.cuh).
+    two copies, 16 banks apart (codegen/memeff/score/shared_diagonals.cuh).
     """
     words = (spec.tile.query + spec.tile.key + 1 - 16 + 31) // 32 * 32 + 16
     return FUNCTIONS.diagonal_reads(spec) * 2 * words * 4

@@ -19,8 +19,7 @@ from jax_memeff.codegen.functions.regions import diagonal_reads
 
 INCLUDES = """\
 #include <memeff/core/function/arrays.cuh>
-#include <memeff/core/function/floats.cuh>
-#include <memeff/core/function/integers.cuh>
+#include <memeff/core/function/operations.cuh>
 #include <memeff/core/function/ranges.cuh>
 """
 

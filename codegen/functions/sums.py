@@ -1,7 +1,7 @@
 """How a backward sums the gradient of each read of a program.
 
 Terms of a tile of scores that belong to the same element of an array are summed first, then added
-to global memory once: see ``codegen/memeff/score/captured/function_gradient.cuh``.
+to global memory once: see ``codegen/memeff/score/function_gradient.cuh``.
 """
 
 from __future__ import annotations

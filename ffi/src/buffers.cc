@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "errors.h"
-
 namespace memeff::host {
 namespace {
 

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <array>
 
-#include "errors.h"
-
 namespace memeff::host {
 namespace {
 

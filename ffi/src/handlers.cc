@@ -7,7 +7,6 @@
 //                the call into command buffers
 #include "handlers.h"
 
-#include "errors.h"
 #include "launch.h"
 
 namespace memeff::host {

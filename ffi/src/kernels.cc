@@ -4,8 +4,6 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "errors.h"
-
 namespace memeff::host {
 namespace {
 

@@ -1,7 +1,7 @@
 """Gradients of captured arrays in deterministic backwards: sums independent of the order.
 
 Kernels add in fixed point, in two 64-bit integers per element, with units ``1 / scale`` and
-``2**FIXED_POINT_BITS / scale`` (``codegen/memeff/score/captured/additions.cuh``). The scale follows
+``2**FIXED_POINT_BITS / scale`` (``codegen/memeff/score/function_gradient.cuh``). The scale follows
 from an upper bound on the gradient of a score: such gradients keep 56 bits, and derivatives of the
 function may be up to 2**23. Larger terms, and terms that are not finite, make the sum NaN.
 """

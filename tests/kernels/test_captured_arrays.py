@@ -31,7 +31,7 @@ B, T, N, H = 6, 5, 4, 8
 ELEMENTS, DIVISOR = 2, 3
 
 SOURCE = """
-#include <memeff/core/feature_arrays.cuh>
+#include <memeff/core/common.cuh>
 
 struct Config {
   static constexpr bool kBroadcastBatch = true;

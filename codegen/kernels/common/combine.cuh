@@ -8,9 +8,7 @@
 #include <memeff/core/math.cuh>
 #include <memeff/layout/gqa_rows.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
-#include <memeff/score/row_end.cuh>
 #include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {

@@ -8,7 +8,6 @@
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/score/bias/gradient.cuh>

@@ -7,19 +7,18 @@
 
 #include <kernels/common/dq_sums.cuh>
 #include <memeff/arch/tf32.cuh>
-#include <memeff/core/feature_arrays.cuh>
+#include <memeff/core/common.cuh>
 #include <memeff/core/math.cuh>
 #include <memeff/core/vector.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/split_q.cuh>
-#include <memeff/score/bias/rows.cuh>
 #include <memeff/score/bias/tile.cuh>
+#include <memeff/score/row_modifiers.cuh>
 
 namespace memeff {
 

@@ -35,7 +35,6 @@
 #include <memeff/layout/backward_tiles.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/dq_semaphore.cuh>
 #include <memeff/schedule/grid.cuh>

@@ -8,7 +8,7 @@
 #include <memeff/schedule/q_blocks.cuh>
 #include <memeff/score/bias/add.cuh>
 #include <memeff/score/bias/gradient.cuh>
-#include <memeff/score/captured/function_gradient.cuh>
+#include <memeff/score/function_gradient.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/probability.cuh>
 

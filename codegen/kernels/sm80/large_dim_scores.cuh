@@ -9,7 +9,6 @@
 #include <memeff/collective/copies/load_tile.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/score/bias/direct.cuh>
 
 namespace memeff {

@@ -17,7 +17,7 @@
 #include <memeff/arch/barrier.cuh>
 #include <memeff/arch/copy.cuh>
 #include <memeff/collective/consumer_groups.cuh>
-#include <memeff/collective/copies/copied_rows.cuh>
+#include <memeff/collective/copies/load_tile.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warp_gemm.cuh>
@@ -28,7 +28,6 @@
 #include <memeff/layout/gqa_rows.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/function_blocks.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/grid.cuh>

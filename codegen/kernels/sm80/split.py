@@ -350,7 +350,7 @@ class FmhaFwdSplitSm80(MmaKernel):
         self, spec: KernelSpec, sizes: Sizes, multiprocessors: int
     ) -> Iterator[Workspace]:
         """The f32 logsumexps and outputs of each part of the keys. The launcher
-        (ffi/src/splits.cc) chooses the number of parts for the device; this is the
+        (ffi/src/launch.cc) chooses the number of parts for the device; this is the
         largest number that the program has room for.
         """
         tiles = split_row_tiles(sizes, spec.tile.query, spec.pack_gqa)

@@ -414,7 +414,7 @@ def q_splits(
     They divide query heads as far as the number and the group have common divisors, and Q blocks.
     In packed sequences they divide heads alone, because a Q block may belong to any sequence. So
     they do if dq is ``deterministic``, because each head has a sequence of additions of its own.
-    The launcher takes fewer for Q blocks on a smaller device (ffi/src/splits.cc).
+    The launcher takes fewer for Q blocks on a smaller device (ffi/src/launch.cc).
 
     >>> q_splits("none", Sizes(batch=1, queries=1024, keys=1024, heads=8, key_heads=8), 132)
     2

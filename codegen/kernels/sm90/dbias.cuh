@@ -15,7 +15,6 @@
 #include <cute/algorithm/clear.hpp>
 
 #include <kernels/sm90/backward_tiles.cuh>
-#include <kernels/sm90/register_statistics.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>

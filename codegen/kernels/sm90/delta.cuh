@@ -11,7 +11,6 @@
 #include <kernels/common/preprocess.cuh>
 #include <kernels/sm90/backward_tiles.cuh>
 #include <kernels/sm90/query_owner.cuh>
-#include <kernels/sm90/register_statistics.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/core/math.cuh>
 #include <memeff/score/bias/registers.cuh>

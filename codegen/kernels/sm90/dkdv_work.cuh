@@ -14,7 +14,6 @@
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/schedule/q_blocks.cuh>
-#include <memeff/score/bias/gradient_transposed.cuh>
 
 namespace memeff {
 

@@ -1,5 +1,5 @@
-// Attention backward in float32 for Hopper, multiplied as f16 (3xFP16, see core/f16x3.cuh), in two
-// kernels, each of which owns the gradients it writes:
+// Attention backward in float32 for Hopper, multiplied as f16 (3xFP16, see layout/f16x3_tiles.cuh),
+// in two kernels, each of which owns the gradients it writes:
 //
 //   FmhaBackwardF16x3Dq    one CTA per 128 queries: dQ += dS K for every KV block
 //   FmhaBackwardF16x3Dkdv  one CTA per 64 keys: dV += P^T dO and dK += dS^T Q for every Q block
@@ -22,13 +22,11 @@
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/transposed.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
-#include <memeff/core/f16x3.cuh>
 #include <memeff/core/math.cuh>
 #include <memeff/core/pipeline.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/layout/f16x3_tiles.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/schedule/grid.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/probability.cuh>
@@ -70,8 +68,8 @@ struct FmhaBackwardF16x3Split : F16x3RowSplit<Config> {
   }
 };
 
-// Products (core/f16x3.cuh): S and dP from rows of two tiles, and the gradients from P or dS in
-// registers and a tile.
+// Products (layout/f16x3_tiles.cuh): S and dP from rows of two tiles, and the gradients from P or
+// dS in registers and a tile.
 //
 // S and dP are multiplied by the factors of their query and their key. P and dS are multiplied by
 // the factors of the rows that they are summed over, and only then is each row of them scaled.

@@ -1,4 +1,5 @@
-// The operands of the Hopper forward in float32, multiplied as f16 (3xFP16): see core/f16x3.cuh.
+// The operands of the Hopper forward in float32, multiplied as f16 (3xFP16): see
+// layout/f16x3_tiles.cuh.
 //
 // Scores are multiplied by the factors of their query and their key. Probabilities are multiplied
 // by the factors of their values, and only then is each row scaled as the rows of the other
@@ -16,7 +17,6 @@
 #include <memeff/arch/tma.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
-#include <memeff/core/f16x3.cuh>
 #include <memeff/core/warp_grid.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/f16x3_tiles.cuh>

@@ -3,12 +3,10 @@
 // derive from F16x3RowSplit.
 #pragma once
 
-#include <memeff/core/f16x3.cuh>
 #include <memeff/core/vector.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/f16x3_tiles.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
 
 namespace memeff {

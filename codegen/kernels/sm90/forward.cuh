@@ -22,7 +22,7 @@
 // O, and the products of one consumer overlap only the softmax of the other.
 //
 // If a score function reads along diagonals, the warp that copies queries also reads the diagonals
-// of each KV block (score/captured/shared_diagonals.cuh).
+// of each KV block (score/shared_diagonals.cuh).
 //
 // If there are few work tiles, the consumers form groups that share 64 rows (intra-CTA split-KV).
 // They take the KV blocks in turn, each with a softmax and an output of its own, and merge these at
@@ -33,7 +33,6 @@
 #include <kernels/sm90/forward_parts.cuh>
 #include <memeff/collective/consumer_groups.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
-#include <memeff/collective/softmax/column_product.cuh>
 #include <memeff/collective/softmax/linear_scores.cuh>
 #include <memeff/collective/softmax/online.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
@@ -46,10 +45,9 @@
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
 #include <memeff/schedule/ping_pong.cuh>
-#include <memeff/schedule/query_tile_rings.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
-#include <memeff/score/captured/shared_diagonals.cuh>
 #include <memeff/score/modifiers.cuh>
+#include <memeff/score/shared_diagonals.cuh>
 
 namespace memeff {
 

@@ -12,7 +12,6 @@
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/grid.cuh>

@@ -24,11 +24,10 @@
 
 #include <kernels/common/preprocess.cuh>
 #include <kernels/sm90/backward_tiles.cuh>
-#include <kernels/sm90/register_statistics.cuh>
 #include <memeff/arch/cluster.cuh>
+#include <memeff/collective/column_sum.cuh>
 #include <memeff/collective/probability_modifiers.cuh>
 #include <memeff/collective/softmax/transposed.cuh>
-#include <memeff/collective/sums/column_sum.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>
@@ -52,7 +51,7 @@ enum class Owned { queries, keys };
 
 // The base of all roles. The first CTAs of a cluster compute S, the last one computes dP. With
 // kColumnCtas > 1 a cluster has as many such groups of CTAs. They divide the columns of all
-// operands, and the same role of both groups adds up its scores (collective/sums/column_sum.cuh).
+// operands, and the same role of both groups adds up its scores (collective/column_sum.cuh).
 template <class Config, Owned kOwned>
 struct LargeDimCluster {
   using Element = typename Config::Element;

@@ -13,14 +13,14 @@
 // columns of the values.
 //
 // Above 576 columns the two CTAs of a cluster divide the columns of all operands. Each computes the
-// scores of its columns, and both add them up (collective/sums/column_sum.cuh).
+// scores of its columns, and both add them up (collective/column_sum.cuh).
 #pragma once
 
 #include <kernels/sm90/forward_parts.cuh>
+#include <memeff/collective/column_sum.cuh>
 #include <memeff/collective/softmax/exchange.cuh>
 #include <memeff/collective/softmax/linear_scores.cuh>
 #include <memeff/collective/softmax/online.cuh>
-#include <memeff/collective/sums/column_sum.cuh>
 #include <memeff/collective/warp_gemm.cuh>
 #include <memeff/collective/warpgroup_gemm.cuh>
 #include <memeff/core/pipeline.cuh>

@@ -68,7 +68,7 @@ a decode step they fill a quarter of the rows of a tile, so segments cost less.
 
 class Segments(NamedTuple):
     """The segments of the keys of a batch-invariant call: ``KeySegments`` of
-    codegen/memeff/mask/key_segments.cuh.
+    codegen/memeff/schedule/balanced_keys.cuh.
 
     A segment has ``keys`` keys if it begins before ``doubles_at``, else twice as many. Hazard: the
     bits depend on the segments, so these must depend on nothing that differs between calls with the

@@ -35,7 +35,6 @@
 #include <memeff/layout/gqa_rows.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/score/probability.cuh>
 

@@ -8,7 +8,6 @@
 #include <memeff/core/vector.cuh>
 #include <memeff/layout/gqa_rows.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/mask/interval.cuh>
 #include <memeff/schedule/balanced_keys.cuh>
 #include <memeff/score/row_modifiers.cuh>

@@ -24,18 +24,16 @@
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/key_value_source.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 #include <memeff/layout/tma_tile.cuh>
 #include <memeff/mask/score_mask.cuh>
 #include <memeff/schedule/kv_blocks.cuh>
 #include <memeff/schedule/persistent.cuh>
 #include <memeff/schedule/ping_pong.cuh>
-#include <memeff/schedule/query_tile_rings.cuh>
-#include <memeff/score/bias/rows.cuh>
 #include <memeff/score/bias/warp_rows.cuh>
-#include <memeff/score/captured/shared_diagonals.cuh>
 #include <memeff/score/modifiers.cuh>
 #include <memeff/score/probability.cuh>
+#include <memeff/score/row_modifiers.cuh>
+#include <memeff/score/shared_diagonals.cuh>
 
 namespace memeff {
 

@@ -46,4 +46,17 @@ CUTE_DEVICE int element_of(View const& view, int batch) {
 
 CUTE_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
+// The table of a kernel's arrays. Hazard: only kernels whose spec has captured arrays are launched
+// with a table; in others this reads beyond the parameters.
+template <class Params>
+CUTE_DEVICE ArrayTable const& feature_arrays(Params const& params) {
+  return static_cast<WithArrays<Params> const&>(params).table;
+}
+
+// The array at `index`, a Config::k...Array.
+template <class Params>
+CUTE_DEVICE ArrayView const& feature_array(Params const& params, int index) {
+  return feature_arrays(params).arrays[index];
+}
+
 }  // namespace memeff

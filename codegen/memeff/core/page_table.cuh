@@ -1,7 +1,7 @@
 // Keys and values in a pool of pages: maps the keys of a sequence to rows of the pool.
 #pragma once
 
-#include <memeff/core/feature_arrays.cuh>
+#include <memeff/core/common.cuh>
 
 namespace memeff {
 

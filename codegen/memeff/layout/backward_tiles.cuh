@@ -4,9 +4,8 @@
 
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/core/warp_grid.cuh>
-#include <memeff/layout/accumulator_sums.cuh>
+#include <memeff/layout/backward_workspaces.cuh>
 #include <memeff/layout/query_tiles.cuh>
-#include <memeff/layout/row_statistics.cuh>
 
 namespace memeff {
 

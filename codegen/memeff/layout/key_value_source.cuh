@@ -6,7 +6,6 @@
 #include <memeff/core/page_table.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/sequences.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 
 namespace memeff {
 

@@ -1,11 +1,24 @@
-// Finds where the rows of a batch index begin in the arrays: at row 0 of its own batch index, or at
-// a token of packed sequences.
+// The rows of [batch, sequence, head, dim] tensors in global memory, and where those of a batch
+// index begin: at row 0 of its own batch index, or at a token of packed sequences.
 #pragma once
 
+#include <memeff/core/common.cuh>
 #include <memeff/core/work_item.cuh>
-#include <memeff/layout/tensor_rows.cuh>
 
 namespace memeff {
+
+// The first element of row `row` of one head of a tensor.
+template <class Element>
+CUTE_DEVICE char* row_pointer(TensorView const& tensor, int batch, int row, int head) {
+  return reinterpret_cast<char*>(static_cast<Element*>(tensor.data) + batch * tensor.batch_stride +
+                                 row * tensor.row_stride + head * tensor.head_stride);
+}
+
+// The bytes from one row of a tensor to the next.
+template <class Element>
+CUTE_DEVICE long long row_bytes(TensorView const& tensor) {
+  return tensor.row_stride * sizeof(Element);
+}
 
 // The tensor's batch index and row at which the rows of a batch index begin.
 struct Origin {

@@ -6,7 +6,7 @@
 #include <memeff/core/page_table.cuh>
 #include <memeff/core/shared_tile.cuh>
 #include <memeff/core/warp_grid.cuh>
-#include <memeff/layout/tensor_rows.cuh>
+#include <memeff/layout/sequences.cuh>
 
 namespace memeff {
 

@@ -1,7 +1,7 @@
 // Whether a mask function is true in none, some or all elements of a box of scores.
 #pragma once
 
-#include <memeff/core/feature_arrays.cuh>
+#include <memeff/core/common.cuh>
 #include <memeff/core/function/ranges.cuh>
 #include <memeff/core/work_item.cuh>
 #include <memeff/layout/gqa_rows.cuh>

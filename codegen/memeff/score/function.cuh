@@ -8,7 +8,6 @@
 
 #include <cute/tensor_impl.hpp>
 
-#include <memeff/core/function/of_rows.cuh>
 #include <memeff/core/function/of_tile.cuh>
 #include <memeff/core/math.cuh>
 #include <memeff/layout/gqa_rows.cuh>

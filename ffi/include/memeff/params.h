@@ -167,7 +167,7 @@ struct ForwardParams {
   float* out_sum;             // large head dims: [B, N, padded T, padded Hv], in the order of
                               // collective/chunked_product.cuh
   float* score_sum;           // H > kLongSumColumns: a tile of scores for each tile of queries; see
-                              // collective/sums/long_sum.cuh
+                              // sm80/large_dim_forward.cuh
   BlockMask block_mask;
   char* query_hi_lo;  // 3xFP16: see layout/f16x3_tiles.cuh
   char* key_hi_lo;
@@ -202,7 +202,7 @@ struct BackwardParams {
   TensorView value_gradient;
   const float* logsumexp;           // [B, N, T] or [N, tokens]
   const float* logsumexp_gradient;  // the same, or null
-  float* row_statistics;            // [tiles, query tile, 2], see layout/row_statistics.cuh:
+  float* row_statistics;            // [tiles, query tile, 2], see layout/backward_workspaces.cuh:
                                     // logsumexp in base 2 (+inf if a row has no keys), and
                                     // delta = rowsum(dO * O) - dlse
   float* query_gradient_sum;        // [tiles, query tile, padded head dim], in fragment order
@@ -246,7 +246,7 @@ struct ArrayTable {
 };
 
 // The first parameter of kernels with such arrays. Device code passes it on as Params, and
-// core/feature_arrays.cuh finds the table after them. The host passes it to every kernel; a kernel
+// core/common.cuh finds the table after them. The host passes it to every kernel; a kernel
 // that declares Params receives only the fields before the table.
 template <class Params>
 struct WithArrays : Params {

@@ -5,7 +5,6 @@
 
 #include <memeff/arch/copy.cuh>
 #include <memeff/collective/softmax/reference.cuh>
-#include <memeff/collective/softmax/shift.cuh>
 
 namespace memeff {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <memeff/core/math.cuh>
-#include <memeff/layout/row_statistics.cuh>
+#include <memeff/layout/backward_workspaces.cuh>
 #include <memeff/score/probability.cuh>
 
 namespace memeff {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <memeff/core/common.cuh>
-#include <memeff/core/function/integers.cuh>
+#include <memeff/core/function/operations.cuh>
 
 namespace memeff::function {
 

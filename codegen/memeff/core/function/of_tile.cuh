@@ -3,9 +3,75 @@
 
 #include <cute/tensor_impl.hpp>
 
-#include <memeff/core/feature_arrays.cuh>
-#include <memeff/core/function/diagonal_reads.cuh>
+#include <memeff/core/common.cuh>
+#include <memeff/core/function/arrays.cuh>
 #include <memeff/core/work_item.cuh>
+
+namespace memeff::function {
+
+// Reads of a function that are constant along diagonals, such as `table[head, query - key]`: a warp
+// reads each diagonal of its accumulators once and distributes the values by shuffles.
+
+// The arrays of a function for one element whose diagonal reads are already in registers.
+template <class Arrays, class Function>
+struct ArraysWithReads : Arrays {
+  float values[Function::kFloatReads];
+
+  template <int kRead>
+  CUTE_DEVICE float read(float value) const {
+    return Function::kDiagonalReads[kRead] ? values[kRead] : value;
+  }
+};
+
+// The values that a warp reads for 16 rows and kColumns columns of accumulators. Diagonals are
+// ordered by the difference of column and row, from kFirst on; consecutive lanes hold consecutive
+// diagonals, in kSlots slots.
+template <class Function, int kColumns>
+struct DiagonalReads {
+  static constexpr int kReads = Function::kFloatReads;
+  static constexpr int kFirst = -15;
+  static constexpr int kSlots = (kColumns + 15 + kWarpSize - 1) / kWarpSize;
+
+  float values[kReads][kSlots];
+
+  // read(difference, values) performs the reads of elements with this difference of column and row.
+  template <class Read>
+  CUTE_DEVICE DiagonalReads(int lane, Read read) {
+    CUTE_UNROLL
+    for (int slot = 0; slot < kSlots; ++slot) {
+      float found[kReads];
+      read(kFirst + slot * kWarpSize + lane, found);
+      CUTE_UNROLL
+      for (int i = 0; i < kReads; ++i) values[i][slot] = found[i];
+    }
+  }
+
+  // The values at columns 2q and 2q + 1 of row g in an m16n8 block (lane 4g + q) that lies
+  // 8 * (chunk - 1) columns to the right of the first one. All lanes of the warp must call it.
+  CUTE_DEVICE void at(int lane, int chunk, float (&pair)[2][kReads]) const {
+    // The position in a slot, 0 to 14 after the start of the chunk. In the last of every four
+    // chunks it can reach into the next slot.
+    int const slot = chunk / 4;
+    int const first = chunk % 4 * 8 + 7 + lane % 4 * 2 - lane / 4;
+    bool const crosses = chunk % 4 == 3;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      CUTE_UNROLL
+      for (int read = 0; read < kReads; ++read) {
+        if (!Function::kDiagonalReads[read]) continue;
+        float& value = pair[i][read];
+        int const place = first + i;
+        int const source = crosses ? place & (kWarpSize - 1) : place;
+        value = __shfl_sync(0xffffffffu, values[read][slot], source);
+        if (!crosses) continue;
+        float const next = __shfl_sync(0xffffffffu, values[read][slot + 1], source);
+        if (place >= kWarpSize) value = next;
+      }
+    }
+  }
+};
+
+}  // namespace memeff::function
 
 namespace memeff {
 
@@ -169,6 +235,66 @@ class FunctionOfTile {
   int column_;
   function::FunctionArrays<Config> arrays_;
   typename Function::OfHead of_head_;
+};
+
+// FunctionOfTile with kPackGqa: Rows (layout/gqa_rows.cuh) maps a row to its query and head.
+// Neighbouring rows may have different heads, so reads are not constant along diagonals, and values
+// of a head are computed per row.
+template <class Config, class Function, int kArrays, int kLiterals, class Rows>
+class FunctionOfRows {
+ public:
+  template <class Params>
+  CUTE_DEVICE FunctionOfRows(Params const& params, ScoreTilePosition const& at)
+      : rows_(params.shape),
+        at_(at),
+        query_position_(Config::kPositions ? params.mask.query_position[at.batch] : 0),
+        key_position_(Config::kPositions ? params.mask.key_position[at.batch] : 0),
+        arrays_{feature_arrays(params).arrays + kArrays,
+                array<unsigned>(params, Config::kFunctionLiteralsArray) + kLiterals, at.batch},
+        batch_(array<int>(params, Config::kFunctionBatchIndexArray)[at.batch]),
+        heads_(array<int>(params, Config::kFunctionHeadIndexArray)) {}
+
+  // Calls use(accumulator, the arguments of Function::value...) for each element of this lane.
+  template <class Grid, bool kTransposed, class Scores, class Use>
+  CUTE_DEVICE void for_each(Scores& scores, Use use) const {
+    static_assert(!kTransposed);
+    int const thread = thread_index();
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<1>(scores); ++m) {
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        int const row = at_.row + Grid::element_row(2 * half, m, thread);
+        int const query = query_position_ + rows_.query(row);
+        auto const of_head =
+            Function::of_head(arrays_, batch_, heads_[rows_.query_head(at_.head, row)]);
+        auto const of_row = Function::of_row(arrays_, of_head, query);
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<2>(scores); ++n) {
+          CUTE_UNROLL
+          for (int element = 2 * half; element < 2 * half + 2; ++element) {
+            int const key = key_position_ + at_.column + Grid::element_column(element, n, thread);
+            float& score = scores(element, m, n);
+            use(score, arrays_, of_head, of_row, Function::of_column(arrays_, of_head, key), score,
+                query, key);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  template <class Element, class Params>
+  CUTE_DEVICE static Element const* array(Params const& params, int index) {
+    return static_cast<Element const*>(feature_array(params, index).data);
+  }
+
+  Rows rows_;
+  ScoreTilePosition at_;
+  int query_position_;
+  int key_position_;
+  function::FunctionArrays<Config> arrays_;
+  int batch_;
+  int const* heads_;
 };
 
 }  // namespace memeff

@@ -6,8 +6,7 @@
 #pragma once
 
 #include <memeff/core/function/arrays.cuh>
-#include <memeff/core/function/floats.cuh>
-#include <memeff/core/function/integers.cuh>
+#include <memeff/core/function/operations.cuh>
 
 namespace memeff::function::ranges {
 

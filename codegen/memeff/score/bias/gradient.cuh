@@ -3,7 +3,7 @@
 // Config::kBiasGradient selects one of four ways:
 //   full          nothing is broadcast: each element has one owner, which writes it
 //   common        broadcast over the batch or heads: f32 sums in global memory
-//                 (layout/accumulator_sums.cuh)
+//                 (layout/backward_workspaces.cuh)
 //   dbias_kernel  broadcast over the batch or heads, and deterministic: a separate kernel,
 //                 FmhaBackwardDbias
 //   columns       broadcast over rows (and perhaps more): a tile is summed before it is added

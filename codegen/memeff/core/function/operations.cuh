@@ -1,10 +1,13 @@
-// Integer operations of users' functions, as lax defines them. C++ leaves overflow, division by
-// zero and wide shifts undefined; here every input has a result.
+// Integer and float operations of users' functions, as lax defines them.
 #pragma once
 
+#include <memeff/arch/math.cuh>
 #include <memeff/core/common.cuh>
 
 namespace memeff::function {
+
+// Integers. C++ leaves overflow, division by zero and wide shifts undefined; here every input has a
+// result.
 
 CUTE_DEVICE int wrapping_add(int a, int b) { return int(unsigned(a) + unsigned(b)); }
 CUTE_DEVICE int wrapping_subtract(int a, int b) { return int(unsigned(a) - unsigned(b)); }
@@ -45,6 +48,31 @@ CUTE_DEVICE Integer maximum(Integer a, Integer b) {
 template <class Integer>
 CUTE_DEVICE Integer minimum(Integer a, Integer b) {
   return a < b ? a : b;
+}
+
+// Floats, and approximations for kernels of 16-bit inputs. docs/guide/precision.md lists the error
+// bounds of the approximations.
+
+CUTE_DEVICE float maximum(float a, float b) { return max_or_nan(a, b); }
+CUTE_DEVICE float minimum(float a, float b) { return min_or_nan(a, b); }
+
+// NaN and zeros keep their sign and value.
+CUTE_DEVICE float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }
+
+CUTE_DEVICE bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
+
+// The conversions of the hardware round towards zero, saturate, and turn NaN into 0, as XLA's do.
+CUTE_DEVICE int to_int(float x) { return __float2int_rz(x); }
+CUTE_DEVICE unsigned to_unsigned(float x) { return __float2uint_rz(x); }
+
+// The intrinsic keeps the compiler from fusing the sum with the last product of expf.
+CUTE_DEVICE float logistic(float x) { return 1.0f / __fadd_rn(1.0f, expf(-x)); }
+
+CUTE_DEVICE float divide_approx(float a, float b) { return a * reciprocal_approx(b); }
+CUTE_DEVICE float exp_approx(float x) { return exp2_approx(x * kLog2e); }
+CUTE_DEVICE float log_approx(float x) { return log2_approx(x) * kLn2; }
+CUTE_DEVICE float logistic_approx(float x) {
+  return reciprocal_approx(1.0f + exp2_approx(x * -kLog2e));
 }
 
 }  // namespace memeff::function
