@@ -102,7 +102,7 @@ def _latent(document: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> list
         rows.append([step["name"], _time(record), *rates, *speeds, peer])
     header = ["step", "µs", "TFLOP/s", "of the copy's rate", "float8", "batch-invariant", "ratio"]
     return [
-        f"## {device_title(document)}: latent attention",
+        f"## {device_title(dict(document))}: latent attention",
         "Keys have 576 columns, of which 512 are values. A copy on the device moves "
         f"{copy / 1e12:.3g} TB/s. Float8 and batch-invariant are speeds relative to this call. "
         f"The last column is {flash_mla.LABEL}'s time with the same pages, divided by this one.",

@@ -16,6 +16,7 @@ from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import Operands, QkvPackedOperands
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff.codegen.kernels.common.base import PADDED_DIMS
+from jax_memeff.codegen.strategy import ceil_div
 
 _TILE_ROWS = 64
 _MOST_ROWS = 8 * _TILE_ROWS
@@ -87,7 +88,8 @@ def split_of(types: Operands | QkvPackedOperands, options: Options) -> Split | N
         return None
     batch, heads, rows, columns = types.scores_shape
     key_heads = types.key.shape[2]
-    tiles = key_heads * -(-rows * (heads // key_heads) // _TILE_ROWS)
+    tiles = key_heads * ceil_div(rows * (heads // key_heads), _TILE_ROWS)
+    whole_tiles = heads * ceil_div(rows, _TILE_ROWS)
     is_large = max(types.query.shape[3], types.value_dim) > PADDED_DIMS[-1]
     if not is_large or rows * (heads // key_heads) > _MOST_ROWS or min(batch, columns) == 0:
         return None
@@ -95,9 +97,9 @@ def split_of(types: Operands | QkvPackedOperands, options: Options) -> Split | N
         return None
     if options.divisors != Divisors() or {types.key.shape[0], types.value.shape[0]} != {batch}:
         return None  # batch indices share keys
-    parts = _parts(columns, most=-(-_TILES // (batch * tiles)))
-    if parts == 1 and heads == key_heads:
-        return None
+    parts = _parts(columns, most=ceil_div(_TILES, batch * tiles))
+    if parts == 1 and 2 * tiles > whole_tiles:
+        return None  # XLA would reorder queries and outputs for little
     return Split(batch, rows, heads, key_heads, parts, columns // parts)
 
 
