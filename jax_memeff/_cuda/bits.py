@@ -106,13 +106,13 @@ def in_bits(
     if _has_others(mask):
         blocks = jnp.where(blocks == block_mask.ALL, np.uint8(block_mask.SOME), blocks)
     dropped = "mask.key_lists.", "mask.booleans."
-    own = {n: x for n, x in options.divisors.operands if not n.startswith(dropped)}
-    own |= {"mask.bits": divisor}
+    of_operands = {n: x for n, x in options.divisors.operands if not n.startswith(dropped)}
+    of_operands |= {"mask.bits": divisor}
     if blocks.shape[0] != 1:
-        own[f"mask.block_masks.{len(mask.block_masks)}"] = options.divisors[
+        of_operands[f"mask.block_masks.{len(mask.block_masks)}"] = options.divisors[
             "mask.key_lists.0.indices"
         ]
-    own_divisors = Divisors.of(own, dict(options.divisors.gradients))
+    own_divisors = Divisors.of(of_operands, dict(options.divisors.gradients))
     mask = dataclasses.replace(
         mask,
         key_lists=(),
@@ -150,22 +150,22 @@ def _booleans(
 ) -> list[jax.Array]:
     """The words of the boolean arrays of a mask with lists: of the whole batch, or of tokens."""
     batch, rows, columns = sizes
-    found = []
+    all_words = []
     for array, divisor in zip(mask.booleans, of_booleans(mask, divisors), strict=True):
         words = words_of(array, columns)
         if sequences is None:
-            found.append(broadcastable(words, divisor, batch))
+            all_words.append(broadcastable(words, divisor, batch))
             continue
         tokens = mask.key_lists[0].indices.shape[1]
         sequence = sequence_of_tokens(sequences.query_starts, tokens)
         row = jnp.clip(lax.iota(jnp.int32, tokens) - sequences.query_starts[sequence], 0, rows - 1)
-        own = words[
+        of_tokens = words[
             sequence if words.shape[0] > 1 else jnp.zeros_like(sequence),
             :,
             row if words.shape[2] > 1 else jnp.zeros_like(row),
         ]
-        found.append(jnp.swapaxes(own, 0, 1)[None])
-    return found
+        all_words.append(jnp.swapaxes(of_tokens, 0, 1)[None])
+    return all_words
 
 
 def _block_mask(bits: jax.Array, rows: int, columns: int, is_packed: bool) -> jax.Array:

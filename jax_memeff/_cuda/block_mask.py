@@ -77,14 +77,14 @@ def lines(
     tiling = Tiling((max(length, 1), max(key_length, 1)), (tile.query // tile.parts, tile.key))
     if sequences is not None:
         mask = _of_sequences(mask, sequences, tiling)
-    found = [
+    masks = [
         broadcastable(of_tiles(levels, tiling), divisors[f"mask.block_masks.{index}"], batch)
         for index, levels in enumerate(mask.block_masks)
     ]
     if not mask.block_masks or mask.beyond_block_masks:
         reached = None if sequences is None else _reached(sequences, tiling)
-        found += _of_conditions(mask, functions, position, tiling, batch, divisors, reached)
-    levels = block_mask.conjunction(found)
+        masks += _of_conditions(mask, functions, position, tiling, batch, divisors, reached)
+    levels = block_mask.conjunction(masks)
     levels = jnp.broadcast_to(levels, (*levels.shape[:2], *tiling.counts))
     if sequences is not None and levels.size > _MOST_TILES_OF_SEQUENCES:
         levels = jnp.full((1, 1, *tiling.counts), block_mask.SOME, jnp.uint8)
@@ -110,15 +110,15 @@ def constant_lines(
     if {"batch", "head"} & program.dependence(program.results[0]):
         return None
     unread: Any = np.zeros(1, np.int32)
-    own = functools.partial(
+    compute = functools.partial(
         lines, mask, FunctionState(unread, unread), None, tile, scores_shape, Divisors()
     )
-    if jax.eval_shape(own).size > _MOST_CONSTANT_BYTES:
+    if jax.eval_shape(compute).size > _MOST_CONSTANT_BYTES:
         return None
     # Contexts of the caller do not apply to another thread. In that of a mesh, all devices of the
     # mesh would compute, also those of other processes.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(_on_cpu, own).result()
+        return thread.submit(_on_cpu, compute).result()
 
 
 def _on_cpu(function: Callable[[], jax.Array]) -> np.ndarray | None:
@@ -144,14 +144,14 @@ def _of_conditions(
 
     For the function, tiles that are not ``reached``, [B, 1, Q blocks, KV blocks], are NONE.
     """
-    found = [block_mask.of_ids(*pair, tiling) for pair in mask.segment_ids]
+    masks = [block_mask.of_ids(*pair, tiling) for pair in mask.segment_ids]
     if mask.booleans:
         boolean, divisor = conjunction(mask, divisors, batch)
-        found.append(broadcastable(block_mask.of_booleans(boolean, tiling), divisor, batch))
+        masks.append(broadcastable(block_mask.of_booleans(boolean, tiling), divisor, batch))
     if mask.functions:
         assert functions is not None
-        found.append(_of_function(mask, functions, position, tiling, divisors, reached))
-    return found + block_mask.of_windows(mask, position, tiling)
+        masks.append(_of_function(mask, functions, position, tiling, divisors, reached))
+    return masks + block_mask.of_windows(mask, position, tiling)
 
 
 def _of_function(

@@ -149,8 +149,8 @@ def block_mask_buffers(
             known = block_masks.constant_lines(mask, tile, avals.scores_shape)
             if known is not None:
                 return constant(ctx, tile.name, known)
-        own = functools.partial(lines, tile=tile)
-        return computed(ctx, tile.name, own, arrays, jax.tree.leaves(parts(operands)))
+        compute = functools.partial(lines, tile=tile)
+        return computed(ctx, tile.name, compute, arrays, jax.tree.leaves(parts(operands)))
 
     return [buffer(tile) for tile in sorted(maps)]
 

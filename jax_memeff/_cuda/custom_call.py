@@ -79,7 +79,7 @@ def attributes(
     """
     sizes = _sizes(avals, options)
     call = KernelCall(avals, options, None)
-    numbers = [word for own in features.FEATURES for word in own.number_values(call)]
+    numbers = [word for feature in features.FEATURES for word in feature.number_values(call)]
     attributes = {
         "direction": direction,
         **buffer_attributes(operands, results, _divisors(avals, options)),
@@ -104,11 +104,11 @@ def sealed(
     """The attributes with the kernel of each architecture, the version and the checksum."""
     from jax_memeff._ffi import checksum
 
-    found = {**attributes, "kernels": {"archs": ",".join(kernels), **kernels}}
+    described = {**attributes, "kernels": {"archs": ",".join(kernels), **kernels}}
     return {
-        **found,
+        **described,
         "version": np.int32(VERSION),
-        "checksum": np.int64(checksum(_bytes(found))),
+        "checksum": np.int64(checksum(_bytes(described))),
     }
 
 
@@ -279,16 +279,18 @@ def _in_32_bits(sizes: Sizes) -> np.ndarray:
 
 def _divisors(avals: Operands, options: Options) -> dict[str, int]:
     """The divisors of the buffers, by name; a buffer without an entry has 1."""
-    own = options.divisors
-    _, boolean = divisors.combined(avals.mask, own, avals.scores_shape[0])
+    of_operands = options.divisors
+    _, boolean = divisors.combined(avals.mask, of_operands, avals.scores_shape[0])
     bounds = functions.window_buffers(avals.mask)
-    found = {buffers.buffer_name(item, bounds): own[item.name] for item in items(avals)}
-    found |= {"boolean": boolean, "bias_gradient": own.of_gradient("bias") or 1}
+    of_buffers = {
+        buffers.buffer_name(item, bounds): of_operands[item.name] for item in items(avals)
+    }
+    of_buffers |= {"boolean": boolean, "bias_gradient": of_operands.of_gradient("bias") or 1}
     gradients = {
-        f"captured{index}_gradient": own.of_gradient(captured_name(index)) or 1
+        f"captured{index}_gradient": of_operands.of_gradient(captured_name(index)) or 1
         for index in range(len(avals.captured))
     }
-    return found | gradients
+    return of_buffers | gradients
 
 
 def custom_call(

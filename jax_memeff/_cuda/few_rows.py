@@ -86,12 +86,15 @@ def split_of(types: Operands | QkvPackedOperands, options: Options) -> Split | N
     """How a forward is split; None if it stays whole."""
     if isinstance(types, QkvPackedOperands) or types.sequences is not None:
         return None
-    batch, heads, rows, columns = types.scores_shape
+    if max(types.query.shape[3], types.value_dim) <= PADDED_DIMS[-1]:
+        return None
+    batch, heads, rows, columns = sizes = types.scores_shape
+    if not all(isinstance(size, int) and size for size in sizes):
+        return None  # symbolic or empty
     key_heads = types.key.shape[2]
     tiles = key_heads * ceil_div(rows * (heads // key_heads), _TILE_ROWS)
     whole_tiles = heads * ceil_div(rows, _TILE_ROWS)
-    is_large = max(types.query.shape[3], types.value_dim) > PADDED_DIMS[-1]
-    if not is_large or rows * (heads // key_heads) > _MOST_ROWS or min(batch, columns) == 0:
+    if rows * (heads // key_heads) > _MOST_ROWS:
         return None
     if not _has_only_lengths(types, rows) or options.row_maxima:
         return None

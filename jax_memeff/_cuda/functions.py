@@ -31,28 +31,28 @@ def programs(operands: Any, options: Options) -> AskedFunctions:
     ``operands`` are separate, and may be types.
     """
     mask = operands.mask
-    own, bounds = _with_traced_windows(
+    mask_program, bounds = _with_traced_windows(
         mask.functions[0] if mask.functions else None,
         mask,
         operands.scores_shape,
         operands.sequences is not None,
     )
-    found = options.score_function, own
-    score, own = (None if x is None else in_kernel_types(x) for x in found)
-    return AskedFunctions(score, own, bounds)
+    given = options.score_function, mask_program
+    score, mask_program = (None if x is None else in_kernel_types(x) for x in given)
+    return AskedFunctions(score, mask_program, bounds)
 
 
 def asked(
     operands: Operands, options: Options, needs_grad: NeedsGrad | None
 ) -> AskedFunctions | None:
     """The structures that a kernel is compiled for; None without functions."""
-    found = programs(operands, options)
-    if not found.programs:
+    of_call = programs(operands, options)
+    if not of_call.programs:
         return None
-    score, mask = (None if x is None else x.structure for x in (found.score, found.mask))
+    score, mask = (None if x is None else x.structure for x in (of_call.score, of_call.mask))
     gradients = gradients_in_kernels(operands, options, needs_grad)
     fixed_point = bool(gradients) and options.deterministic_backward
-    return AskedFunctions(score, mask, found.bounds, gradients, fixed_point)
+    return AskedFunctions(score, mask, of_call.bounds, gradients, fixed_point)
 
 
 def gradients_in_kernels(
@@ -79,8 +79,8 @@ def unread_indices(operands: Any, options: Options) -> set[str]:
     """The names of the buffers of indices on which no function depends. Kernels may load them, but
     use nothing of them.
     """
-    found = programs(operands, options).programs.values()
-    read = {name for x in found for name in x.dependence(x.results[0])}
+    all_programs = programs(operands, options).programs.values()
+    read = {name for each in all_programs for name in each.dependence(each.results[0])}
     return {f"function_{name}_index" for name in ("batch", "head") if name not in read}
 
 
@@ -110,8 +110,8 @@ def captured_gradients(
         operands = operands.separate()
     path = backward.backward if operands.sequences is None else packed.backward
     out, lse, dout, dlse = results
-    found = path(operands, options, out, lse, dout, dlse, needs_grad)
-    return [x for x in found.captured if x is not None]
+    gradients = path(operands, options, out, lse, dout, dlse, needs_grad)
+    return [x for x in gradients.captured if x is not None]
 
 
 def in_kernel_type(array: jax.Array) -> jax.Array:

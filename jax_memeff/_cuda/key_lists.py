@@ -239,8 +239,8 @@ def _valid(operands: Operands, options: Options, tokens: _Tokens, lists: jax.Arr
     if mask.segment_ids:
         keys = _first_key(operands, tokens, tokens.batch)[:, None, None] + columns
         for query_ids, key_ids in mask.segment_ids:
-            own = query_ids.reshape(-1, 1, 1)
-            valid &= (own == key_ids.reshape(-1)[keys]) & (own >= 0)
+            segment = query_ids.reshape(-1, 1, 1)
+            valid &= (segment == key_ids.reshape(-1)[keys]) & (segment >= 0)
     for array, divisor in zip(mask.booleans, of_booleans(mask, options.divisors), strict=True):
         indices = expanded(jnp.arange(array.shape[0]), divisor, scores_batch)[tokens.batch]
         places = indices[:, None, None], 0, tokens.row[:, None, None], columns
@@ -294,12 +294,12 @@ def _batch_of_pools(operands: Operands, options: Options) -> tuple[int, int]:
     """
     if operands.sequences is not None:
         return 1, 1
-    found = {
+    pairs = {
         (array.shape[0], options.divisors[name])
         for name, array in (("key", operands.key), ("value", operands.value))
         if array is not None
     }
-    return found.pop() if len(found) == 1 else (operands.query.shape[0], 1)
+    return pairs.pop() if len(pairs) == 1 else (operands.query.shape[0], 1)
 
 
 def _pools(operands: Operands, options: Options, heads: int) -> tuple[jax.Array, jax.Array]:

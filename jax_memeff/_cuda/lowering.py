@@ -212,21 +212,21 @@ def _lower_gradients(
     summed = functions.gradients_in_kernels(buffers.separate(types), options, needs_grad)
 
     def split(in_kernels: bool) -> NeedsGrad:
-        own = (
+        captured = (
             needed and (index in summed) == in_kernels
             for index, needed in enumerate(needs_grad.captured)
         )
         others = needs_grad if in_kernels else NeedsGrad(False, False, False, False)
-        return others._replace(captured=tuple(own))
+        return others._replace(captured=tuple(captured))
 
-    found = {}
+    gradients = {}
     for part, lower in ((split(True), _lower_kernels), (split(False), _lower_captured_gradients)):
         if part.names:
-            own = gradients_needed(types, part)
-            context = ctx.replace(avals_out=[avals[name] for name in own])
+            part_names = gradients_needed(types, part)
+            context = ctx.replace(avals_out=[avals[name] for name in part_names])
             results = lower(context, *leaves, tree=tree, options=options, needs_grad=part)
-            found |= dict(zip(own, results, strict=True))
-    return [found[name] for name in names]
+            gradients |= dict(zip(part_names, results, strict=True))
+    return [gradients[name] for name in names]
 
 
 def _lower_gradients_of_lists(

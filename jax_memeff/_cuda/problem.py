@@ -63,8 +63,8 @@ class KernelCall:
         if self.is_tangent or self.needs_grad is None:
             return None
         needed = self.needs_grad.captured
-        own = functions.gradients_in_kernels(self.operands, self.options, self.needs_grad)
-        if not own or not needs_delta_from_scores(self.operands, self.options, needed):
+        summed = functions.gradients_in_kernels(self.operands, self.options, self.needs_grad)
+        if not summed or not needs_delta_from_scores(self.operands, self.options, needed):
             return None
         return AskedDelta(has_sinks=self.operands.sinks is not None)
 
@@ -78,20 +78,20 @@ class KernelCall:
         """Whether some batch indices, but not all, share an operand or a gradient."""
         avals, options = self.operands, self.options
         batch = avals.scores_shape[0]
-        own = {divisors.combined(avals.mask, options.divisors, batch)[0]}
-        own |= {
+        batch_sizes = {divisors.combined(avals.mask, options.divisors, batch)[0]}
+        batch_sizes |= {
             array_of(avals, name).shape[0]
             for name in differentiable(avals)
             if array_of(avals, name) is not None and divisors.may_sum_gradient(name, avals)
         }
         if self.needs_grad is not None:
-            own |= {
+            batch_sizes |= {
                 self._gradient_shape(name)[0]
                 for name in self.needs_grad.names
                 if divisors.may_sum_gradient(name, avals)
             }
         keys = () if avals.sequences is not None else (avals.key, avals.value)
-        return not own <= {1, batch} or any(array.shape[0] != batch for array in keys)
+        return not batch_sizes <= {1, batch} or any(array.shape[0] != batch for array in keys)
 
     @property
     def bias_layout(self) -> BiasLayout:

@@ -51,3 +51,17 @@ def test_a_vmap_that_shares_keys_keeps_the_call_whole(fake_compiler, monkeypatch
     mapped = jax.vmap(attention, (0, None, None))
     (call,) = attention_calls(lower(mapped, queries, key, value))
     assert types_of(call)[0][:2] == ["6x1x16x576xbf16", "2x4096x1x576xbf16"]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_symbolic_batch_is_refused():
+    (batch,) = jax.export.symbolic_shape("b")
+    query, key, value = (jax.ShapeDtypeStruct((batch, n, 1, 320), jnp.bfloat16) for n in (1, 9, 9))
+    with pytest.raises(jax_memeff.UnsupportedError, match="programs for CUDA need static sizes"):
+        jax.export.export(jax.jit(attention), platforms=["cuda"])(query, key, value)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"columns": 0}, {"rows": 0}])
+def test_empty_calls_stay_whole(sizes, fake_compiler):
+    lower(attention, *arrays(**sizes))
