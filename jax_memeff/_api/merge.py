@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_memeff._api.arrays import require_float
-from jax_memeff._call import values
+from jax_memeff._call import merging, values
 from jax_memeff._call.values import score_dtype
 
 
@@ -70,28 +69,7 @@ def merge_attention(
                     f"parts[{index}]: {name} must have the dtype of parts[0], {first.dtype}, got "
                     f"{x.dtype}"
                 )
-    largest = functools.reduce(jnp.maximum, (lse for _, lse in pairs))
-    # Only a sink of inf gives a logsumexp of inf. The part with that sink gets the whole row.
-    is_whole = largest == jnp.inf
-    # The number cancels in the results. It is 0 for rows without keys: -inf - -inf would be NaN.
-    subtracted = jax.lax.stop_gradient(jnp.where(jnp.isinf(largest), 0, largest))
-    exponents = (
-        jnp.where(is_whole, jnp.where(lse == jnp.inf, 0, -jnp.inf), lse - subtracted)
-        for _, lse in pairs
-    )
-    weights = list(map(jnp.exp, exponents))
-    total = functools.reduce(jnp.add, weights)
-    has_keys = total != 0  # NaN, too, which must reach the results
-    divisor = jnp.where(has_keys, total, 1)
-    terms = (
-        # The output of a part that has no keys for a row may hold anything there.
-        (weight / divisor)[..., None]
-        * jnp.where((lse == -jnp.inf)[..., None], 0, out).astype(lse.dtype)
-        for (out, lse), weight in zip(pairs, weights, strict=True)
-    )
-    merged = functools.reduce(jnp.add, terms).astype(out.dtype)
-    lse = jnp.where(has_keys, subtracted + jnp.log(divisor), -jnp.inf)
-    return merged, jnp.where(is_whole, jnp.inf, lse)
+    return merging.merged(pairs)
 
 
 def _checked(part: tuple[int, Any]) -> tuple[jax.Array, jax.Array]:

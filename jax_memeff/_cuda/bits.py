@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jax import lax
 
 from jax_memeff._call.divisors import broadcastable, of_booleans, with_values
 from jax_memeff._call.mask import Mask, block_mask
+from jax_memeff._call.mask.conditions import is_beyond_block_masks
 from jax_memeff._call.operands import Operands, QkvPackedOperands
 from jax_memeff._call.options import Divisors, Options
 from jax_memeff._call.sequences import Sequences, sequence_of_tokens
@@ -103,16 +103,16 @@ def in_bits(
             _booleans(mask, options.divisors, sequences, (batch, rows, columns)),
             bits,
         )
-    if _has_others(mask):
+    if is_beyond_block_masks(mask):  # no block is known to be valid as a whole
         blocks = jnp.where(blocks == block_mask.ALL, np.uint8(block_mask.SOME), blocks)
     dropped = "mask.key_lists.", "mask.booleans."
-    of_operands = {n: x for n, x in options.divisors.operands if not n.startswith(dropped)}
-    of_operands |= {"mask.bits": divisor}
+    operand_divisors = {n: x for n, x in options.divisors.operands if not n.startswith(dropped)}
+    operand_divisors |= {"mask.bits": divisor}
     if blocks.shape[0] != 1:
-        of_operands[f"mask.block_masks.{len(mask.block_masks)}"] = options.divisors[
+        operand_divisors[f"mask.block_masks.{len(mask.block_masks)}"] = options.divisors[
             "mask.key_lists.0.indices"
         ]
-    own_divisors = Divisors.of(of_operands, dict(options.divisors.gradients))
+    own_divisors = Divisors.of(operand_divisors, dict(options.divisors.gradients))
     mask = dataclasses.replace(
         mask,
         key_lists=(),
@@ -159,12 +159,12 @@ def _booleans(
         tokens = mask.key_lists[0].indices.shape[1]
         sequence = sequence_of_tokens(sequences.query_starts, tokens)
         row = jnp.clip(lax.iota(jnp.int32, tokens) - sequences.query_starts[sequence], 0, rows - 1)
-        of_tokens = words[
+        token_words = words[
             sequence if words.shape[0] > 1 else jnp.zeros_like(sequence),
             :,
             row if words.shape[2] > 1 else jnp.zeros_like(row),
         ]
-        all_words.append(jnp.swapaxes(of_tokens, 0, 1)[None])
+        all_words.append(jnp.swapaxes(token_words, 0, 1)[None])
     return all_words
 
 
@@ -186,11 +186,3 @@ def _block_mask(bits: jax.Array, rows: int, columns: int, is_packed: bool) -> ja
     some = lax.reduce(tiles, zeros, lax.bitwise_or, (3, 5)) != zeros
     every = lax.reduce(tiles, ones, lax.bitwise_and, (3, 5)) == ones
     return block_mask.levels_of(some, every)
-
-
-def _has_others(mask: Any) -> bool:
-    """Whether a mask has conditions that its block masks do not cover, so no block is known to be
-    valid as a whole.
-    """
-    others = {"segments", "boolean", "function", "traced_window"} & mask.kinds()
-    return bool(others) and (not mask.block_masks or mask.beyond_block_masks)

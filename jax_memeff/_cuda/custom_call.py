@@ -279,18 +279,21 @@ def _in_32_bits(sizes: Sizes) -> np.ndarray:
 
 def _divisors(avals: Operands, options: Options) -> dict[str, int]:
     """The divisors of the buffers, by name; a buffer without an entry has 1."""
-    of_operands = options.divisors
-    _, boolean = divisors.combined(avals.mask, of_operands, avals.scores_shape[0])
+    operand_divisors = options.divisors
+    _, boolean = divisors.combined(avals.mask, operand_divisors, avals.scores_shape[0])
     bounds = functions.window_buffers(avals.mask)
-    of_buffers = {
-        buffers.buffer_name(item, bounds): of_operands[item.name] for item in items(avals)
+    buffer_divisors = {
+        buffers.buffer_name(item, bounds): operand_divisors[item.name] for item in items(avals)
     }
-    of_buffers |= {"boolean": boolean, "bias_gradient": of_operands.of_gradient("bias") or 1}
+    buffer_divisors |= {
+        "boolean": boolean,
+        "bias_gradient": operand_divisors.of_gradient("bias") or 1,
+    }
     gradients = {
-        f"captured{index}_gradient": of_operands.of_gradient(captured_name(index)) or 1
+        f"captured{index}_gradient": operand_divisors.of_gradient(captured_name(index)) or 1
         for index in range(len(avals.captured))
     }
-    return of_buffers | gradients
+    return buffer_divisors | gradients
 
 
 def custom_call(

@@ -2,7 +2,7 @@
 
 A decode step of such heads would give each head a tile with one row, and each tile all keys. Here
 the heads that share a key head become the rows of a tile, each part of the keys becomes a batch
-index, and XLA merges the parts (the combine step of FlashDecoding).
+index, and XLA merges the parts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_memeff._call import merging
 from jax_memeff._call.mask import Mask
 from jax_memeff._call.operands import Operands, QkvPackedOperands
 from jax_memeff._call.options import Divisors, Options
@@ -61,19 +62,11 @@ class Split(NamedTuple):
         return self.batch * self.parts, self.rows * group, self.key_heads
 
     def merged(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The results of the call from those of its parts; rows without keys have 0 and -inf."""
-        lse = lse.reshape(self.batch, self.parts, *lse.shape[1:])
-        largest = jnp.max(lse, 1, keepdims=True)
-        weights = jnp.exp(lse - jnp.where(jnp.isfinite(largest), largest, 0))
-        total = jnp.sum(weights, 1)
-        parts = out.reshape(self.batch, self.parts, *out.shape[1:]).astype(lse.dtype)
-        # The output of a part without keys may be anything.
-        products = jnp.where(weights[..., None] > 0, parts * weights[..., None], 0)
-        merged = jnp.sum(products, 1) / jnp.where(total > 0, total, 1)[..., None]
-        return (
-            self._of_heads(merged.astype(out.dtype)),
-            self._of_heads(jnp.log(total) + largest[:, 0]),
-        )
+        """The results of the call from those of its parts."""
+        outs, lses = (x.reshape(self.batch, self.parts, *x.shape[1:]) for x in (out, lse))
+        of_parts = [(outs[:, part], lses[:, part]) for part in range(self.parts)]
+        out, lse = merging.merged(of_parts)
+        return self._of_heads(out), self._of_heads(lse)
 
     def _of_heads(self, x: jax.Array) -> jax.Array:
         """[B, rows, heads, ...] from [B, rows * group, key heads, ...]."""

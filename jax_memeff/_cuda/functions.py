@@ -46,13 +46,15 @@ def asked(
     operands: Operands, options: Options, needs_grad: NeedsGrad | None
 ) -> AskedFunctions | None:
     """The structures that a kernel is compiled for; None without functions."""
-    of_call = programs(operands, options)
-    if not of_call.programs:
+    call_programs = programs(operands, options)
+    if not call_programs.programs:
         return None
-    score, mask = (None if x is None else x.structure for x in (of_call.score, of_call.mask))
+    score, mask = (
+        None if x is None else x.structure for x in (call_programs.score, call_programs.mask)
+    )
     gradients = gradients_in_kernels(operands, options, needs_grad)
     fixed_point = bool(gradients) and options.deterministic_backward
-    return AskedFunctions(score, mask, of_call.bounds, gradients, fixed_point)
+    return AskedFunctions(score, mask, call_programs.bounds, gradients, fixed_point)
 
 
 def gradients_in_kernels(

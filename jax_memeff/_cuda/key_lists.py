@@ -134,7 +134,7 @@ def in_pages(
 
 
 def needed_positions(types: Any, options: Options) -> list[str]:
-    """What a call has for which kernels would have to know the position of each key."""
+    """The features of a call for which kernels would need the position of each key, by name."""
     mask, pages = types.mask, getattr(types, "pages", None)
     have_own_lists = mask.key_lists[0].indices.shape[2 if is_packed(types) else 1] != 1
     needs = {

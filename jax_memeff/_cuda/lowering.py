@@ -269,11 +269,6 @@ def _lower_gradients_of_lists(
         if "sinks" in names and "sinks" not in gradients:
             delta = sinks.delta(out, dout, dlse)
             gradients["sinks"] = sinks.gradient(operands, options, lse, delta)
-        if "value" in gradients and "value" not in names:
-            # Values that are columns of the keys.
-            of_values = gradients.pop("value")
-            key = gradients["key"]
-            gradients["key"] = key.at[..., : of_values.shape[3]].add(of_values)
         return [gradients[name].reshape(x) for name, x in zip(names, shapes, strict=True)]
 
     every = ctx.replace(avals_in=[*ctx.avals_in, *own_types])

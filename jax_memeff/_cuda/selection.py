@@ -75,8 +75,6 @@ def without_lists(
 
 def _in_bits(types: Any, options: Options, needs_grad: NeedsGrad | None) -> WithoutLists:
     convert = functools.partial(bits.in_bits, options=options)
-    if needs_grad is not None and options.latent_dim is not None:
-        needs_grad = needs_grad._replace(value=needs_grad.key)
     operands, own = jax.eval_shape(convert, types)
     return WithoutLists(convert, operands, own, needs_grad, in_pages=False)
 

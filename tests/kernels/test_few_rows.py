@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jax_memeff
+from jax_memeff._cuda import few_rows
 
 attention: Any = jax_memeff.dot_product_attention
 
@@ -118,3 +119,13 @@ def test_emulated_kernels(step, arch, machine):
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_kernels(step):
     step.assert_matches(step.found("cuda"))
+
+
+def test_a_row_that_is_not_a_number_stays_so():
+    """A part returns NaN for a row whose query has one."""
+    split = few_rows.Split(batch=1, rows=2, heads=1, key_heads=1, parts=2, part_keys=256)
+    out = jnp.array([[jnp.nan, 1.0], [jnp.nan, 3.0]], jnp.bfloat16).reshape(2, 2, 1, 1)
+    lse = jnp.array([[jnp.nan, 0.0], [jnp.nan, 0.0]], jnp.float32).reshape(2, 2, 1)
+    merged, total = split.merged(out, lse)
+    np.testing.assert_array_equal(np.asarray(merged, np.float32).ravel(), [np.nan, 2.0])
+    np.testing.assert_allclose(np.asarray(total).ravel(), [np.nan, np.log(2)], rtol=1e-6)

@@ -47,6 +47,8 @@ def _modifiers_of(modified: Modified) -> tuple[str, ...]:
 EVERY_MODIFIER = modifiers()
 MASK_MODIFIERS = _modifiers_of("mask")
 PROBABILITY_MODIFIERS = _modifiers_of("probabilities")
+BOOLEAN_MASK = ("a boolean mask",)
+"""Its bits take one or two registers a lane, for which most tiles have room."""
 
 Entries = tuple[EntryPoint, ...]
 """In launch order."""

@@ -14,6 +14,7 @@ from jax_memeff.codegen.features.feature import Constant, CppType
 from jax_memeff.codegen.features.mask import MaskKind
 from jax_memeff.codegen.functions.sums import Sum
 from jax_memeff.codegen.kernels.common.base import (
+    BOOLEAN_MASK,
     EVERY_MODIFIER,
     MASK_MODIFIERS,
     PROBABILITY_MODIFIERS,
@@ -86,7 +87,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "forward + backward at T 2048 on an H200: 309 TFLOP/s, with 64 queries 275; positions "
             "spill, and features besides a boolean mask are not measured",
-            modifiers=("a boolean mask",),
+            modifiers=BOOLEAN_MASK,
             masks=("none", "causal"),
             spill_bytes=8,
             tma_dq=True,
@@ -98,7 +99,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             2,
             "as at 64; positions spill",
-            modifiers=("a boolean mask",),
+            modifiers=BOOLEAN_MASK,
             masks=("none", "causal"),
             spill_bytes=16,
         ),
@@ -110,7 +111,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "forward + backward at T 8192 on an H200: 523 TFLOP/s, with statistics read late "
             "503, with 64 queries 470; at T 512 360, with one buffer of keys 345",
-            modifiers=("a boolean mask",),
+            modifiers=BOOLEAN_MASK,
             masks=("none", "causal"),
             spill_bytes=24,
             key_stages=2,
@@ -120,7 +121,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             2,
             "a window spills 20 bytes more with statistics read ahead, mostly in the producer",
-            modifiers=("a boolean mask",),
+            modifiers=BOOLEAN_MASK,
             spill_bytes=48,
             tma_dq=True,
             key_stages=2,
@@ -155,7 +156,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             modifiers=EVERY_MODIFIER,
         ),
     ),
-    80: (_ahead(64, 128, 3, "as at head dim 96", modifiers=("a boolean mask",)),),
+    80: (_ahead(64, 128, 3, "as at head dim 96", modifiers=BOOLEAN_MASK),),
     96: (
         _ahead(
             64,
@@ -163,7 +164,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             3,
             "forward + backward at T 4096 on an H200: 509 TFLOP/s, causal 454; with two buffers "
             "512 and 445, padded to 128 columns 448 and 398",
-            modifiers=("a boolean mask",),
+            modifiers=BOOLEAN_MASK,
         ),
     ),
     128: (

@@ -15,6 +15,7 @@ from jax_memeff.codegen.features.mask import MaskKind
 from jax_memeff.codegen.features.pages import key_box_rows
 from jax_memeff.codegen.functions.regions import block_sizes
 from jax_memeff.codegen.kernels.common.base import (
+    BOOLEAN_MASK,
     EVERY_MODIFIER,
     modifiers,
     panel_columns,
@@ -62,7 +63,6 @@ elementwise evaluation costs little, and shared memory is full."""
 _COLUMN_ROW_BYTES = 64
 """A row of the constant operand of that product, for each key of a KV block."""
 
-_BOOLEAN = ("a boolean mask",)
 _NO_SEGMENTS = modifiers("segments")
 _NO_SEGMENTS_OR_BIAS = modifiers("segments", "bias")
 
@@ -154,7 +154,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             "causal at T 4096: 618 TFLOP/s, with 112 keys 610, with exponentials under the product "
             "578",
             query_stages=1,
-            modifiers=_BOOLEAN,
+            modifiers=BOOLEAN_MASK,
             masks=("causal",),
             output_first=True,
         ),
@@ -193,7 +193,7 @@ TILES: Mapping[int, Sequence[Tile]] = {
             2,
             "causal: 633 TFLOP/s, with exponentials under the product 630",
             query_stages=1,
-            modifiers=_BOOLEAN,
+            modifiers=BOOLEAN_MASK,
             masks=("causal",),
             output_first=True,
         ),
@@ -233,7 +233,7 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
             128,
             2,
             "documents of 512 on an H100: 0.86 of the time of mma.sync, with output first 0.94",
-            modifiers=("segments", *_BOOLEAN),
+            modifiers=("segments", *BOOLEAN_MASK),
             masks=("none", "causal"),
         ),
         Tile(
@@ -251,7 +251,7 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
             128,
             2,
             "as at head dim 64",
-            modifiers=_BOOLEAN,
+            modifiers=BOOLEAN_MASK,
             masks=("none", "causal"),
             output_first=True,
         ),
@@ -262,7 +262,7 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
             112,
             2,
             "as at head dim 96",
-            modifiers=_BOOLEAN,
+            modifiers=BOOLEAN_MASK,
             masks=("none", "causal"),
             output_first=True,
         ),
@@ -274,7 +274,7 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
             2,
             "200 KB, as (192, 128)",
             query_stages=1,
-            modifiers=_BOOLEAN,
+            modifiers=BOOLEAN_MASK,
             masks=("none", "causal"),
             output_first=True,
         ),
@@ -287,11 +287,11 @@ PAIR_TILES: Mapping[tuple[int, int], Sequence[Tile]] = {
             "208 KB; S 64 and O 64 registers a thread. Forward at T 8192 on an H200: 702 TFLOP/s, "
             "with exponentials under the product 656",
             query_stages=1,
-            modifiers=_BOOLEAN,
+            modifiers=BOOLEAN_MASK,
             masks=("none", "causal"),
             output_first=True,
         ),
-        Tile(128, 128, 2, "a window", query_stages=1, modifiers=_BOOLEAN),
+        Tile(128, 128, 2, "a window", query_stages=1, modifiers=BOOLEAN_MASK),
     ),
 }
 """By the padded head dims of query and value. They are tried before those of ``TILES``."""

@@ -1,5 +1,5 @@
-// What the kernels of a backward pass to each other in global memory: sums of accumulators, and the
-// statistics of rows.
+// The arrays in global memory by which the kernels of a backward pass results to each other: sums
+// of accumulators, and the statistics of rows.
 #pragma once
 
 #include <memeff/arch/copy.cuh>

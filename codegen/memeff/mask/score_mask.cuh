@@ -294,7 +294,7 @@ struct ScoreMask : IntervalMask<Config::kMask, kPackGqa, Config::kPositions> {
   using Interval = IntervalMask<Config::kMask, kPackGqa, Config::kPositions>;
   using Interval::Interval;
 
-  // What a lane reads from memory for a tile. A kernel may do so before the scores are there.
+  // The words of a tile that a lane reads. A kernel may read them before the scores are complete.
   struct NoReads {};
   template <bool kTransposed>
   using ReadsOf = cute::conditional_t<Config::kBoolean, BooleanMask<Grid, kTransposed>, NoReads>;

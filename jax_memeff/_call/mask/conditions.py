@@ -421,10 +421,6 @@ class Conditions(values.HoldsArrays):
         """The same mask without block masks, so that each call computes its own."""
         return dataclasses.replace(self, block_masks=(), beyond_block_masks=False)
 
-    def _is_beyond_block_masks(self) -> bool:
-        kinds = {"segments", "boolean"} & self.kinds() or self.has_function()
-        return self.beyond_block_masks or (bool(kinds) and not self.block_masks)
-
     def canonical(self, B: int, T: int, S: int, tokens: tuple[int, int] | None = None) -> Self:
         """The same conditions in the canonical form that internal code reads.
 
@@ -481,3 +477,9 @@ def _smallest(lengths: Sequence[jax.Array], batch: int, size: int) -> jax.Array 
 def _broadcast(x: Any, *shape: int) -> jax.Array:
     """A device array of this shape."""
     return jnp.broadcast_to(jnp.asarray(x), shape)
+
+
+def is_beyond_block_masks(mask: Conditions) -> bool:
+    """Whether arrays or functions mask elements that no block mask covers."""
+    kinds = {"segments", "boolean"} & mask.kinds() or mask.has_function()
+    return mask.beyond_block_masks or (bool(kinds) and not mask.block_masks)

@@ -23,6 +23,7 @@ from jax_memeff._call.mask.conditions import (
     TracedWindow,
     Window,
     intersection,
+    is_beyond_block_masks,
     with_boolean_lists,
 )
 from jax_memeff._call.mask.expression import Frame, compiled
@@ -297,7 +298,7 @@ class Mask(Conditions):
         if not isinstance(other, Mask):
             raise arguments.not_a_mask(other)
         block_masks = self.block_masks + other.block_masks
-        is_beyond = self._is_beyond_block_masks() or other._is_beyond_block_masks()
+        is_beyond = is_beyond_block_masks(self) or is_beyond_block_masks(other)
         ours, theirs = self.all_lengths(), other.all_lengths()
         lengths = itertools.zip_longest(ours[0] + theirs[0], ours[1] + theirs[1])
         (query_lengths, key_lengths), *more = list(lengths) or [(None, None)]

@@ -142,8 +142,10 @@ def jax_nn_can_run(case: Case) -> bool:
 
 def _moving(case: Case, arrays: Given) -> Given:
     """The arrays that have gradients: not the values of latent attention."""
-    shared = ("value",) if case.latent else ()
-    return {name: arrays[name] for name in MOVING if name in arrays and name not in shared}
+    moving = {name: arrays[name] for name in MOVING if name in arrays}
+    if case.latent:
+        del moving["value"]
+    return moving
 
 
 def _with_gradients(case: Case, run: Callable[[Given], jax.Array]) -> Program:

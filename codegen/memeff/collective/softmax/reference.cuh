@@ -1,5 +1,5 @@
-// What is subtracted from the scores of a row before exponentiation, and what the scores of a KV
-// block lack.
+// The number that is subtracted from the scores of a row before exponentiation, and the terms that
+// the scores of a KV block lack.
 #pragma once
 
 #include <memeff/core/math.cuh>
