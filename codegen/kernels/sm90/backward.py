@@ -99,7 +99,6 @@ TILES: Mapping[int, Sequence[Tile]] = {
             128,
             2,
             "as at 64; positions spill",
-            modifiers=BOOLEAN_MASK,
             masks=("none", "causal"),
             spill_bytes=16,
         ),
