@@ -16,6 +16,8 @@ WARM_UP_LAUNCHES = 3
 """The first launches are slow, because XLA records command buffers during them."""
 LAUNCHES_TO_ESTIMATE = 3
 """Timed one by one for the length of a batch."""
+MAX_ATTEMPTS = 10
+"""A batch is timed again, up to so many times, while something else interrupts its first launch."""
 
 
 class Program(Protocol):
@@ -101,13 +103,18 @@ def _seconds(program: Program, launches: int) -> float:
 
 
 def _sample(program: Program, launches: int) -> float:
-    """Seconds per call in a batch of launches that follow another one.
+    """Seconds per call in a batch of launches that follow another one; 0.0 if it is too short.
 
     Both terms contain the host's work for the first launch, for which the device waits, and the
-    wait at the end. XLA has more of that work than the replay of a CUDA graph.
+    wait at the end. XLA has more of that work than the replay of a CUDA graph. A launch that takes
+    longer alone than with its batch was interrupted by another process and says nothing.
     """
-    alone = _seconds(program, 1)
-    return (_seconds(program, 1 + launches) - alone) / (launches * program.calls)
+    for _ in range(MAX_ATTEMPTS):
+        alone = _seconds(program, 1)
+        batch = _seconds(program, 1 + launches) - alone
+        if batch > 0:
+            return batch / (launches * program.calls)
+    return 0.0
 
 
 def measure(

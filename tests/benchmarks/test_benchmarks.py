@@ -287,8 +287,8 @@ class Launches:
     clock: Clock
     seconds: float = 2.0
     left: int = 10**9
-    interrupted: int = -1
-    """The launch during which the system does something else."""
+    interrupted: tuple[int, ...] = ()
+    """The launches during which the system does something else."""
     calls = 1
     waiting = 1.0
     launched = 0
@@ -298,7 +298,7 @@ class Launches:
         if self.left < 0:
             raise RuntimeError("out of memory\nat length")
         self.clock.now += self.waiting + self.seconds
-        self.clock.now += 100.0 * (self.launched == self.interrupted)
+        self.clock.now += 100.0 * (self.launched in self.interrupted)
         self.launched += 1
         self.waiting = 0.0
 
@@ -315,11 +315,13 @@ def timing(modules, monkeypatch):
 
 def test_measure_keeps_going_without_a_failing_program(timing):
     clock = timing.time
+    estimates = timing.WARM_UP_LAUNCHES
+    rounds = estimates + timing.LAUNCHES_TO_ESTIMATE
     programs = {
         "good": Launches(clock),
         "early": Launches(clock, left=0),
-        "late": Launches(clock, left=timing.WARM_UP_LAUNCHES + timing.LAUNCHES_TO_ESTIMATE + 5),
-        "interrupted": Launches(clock, interrupted=timing.WARM_UP_LAUNCHES),
+        "late": Launches(clock, left=rounds + 5),
+        "interrupted": Launches(clock, interrupted=(estimates, rounds)),
         "short": Launches(clock, seconds=0.0),
     }
     outcomes = timing.measure(programs, rounds=3, batch_seconds=9.0)
