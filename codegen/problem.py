@@ -33,7 +33,8 @@ class Problem:
     """One feature set on one architecture. Batch, sequence lengths and heads are run-time values.
 
     ``dtype`` is that of query, key and value. f32 has two names, because kernels multiply it in two
-    ways: ``f32`` with three TF32 products, to the precision of f32, and ``tf32`` with one.
+    ways: ``f32`` with three products of TF32 (on Hopper of float16), to the precision of f32, and
+    ``tf32`` with one.
     ``features`` are values by the names of ``features.FEATURES``; a feature that is absent is off.
     ``needs_grad`` are the gradients of a backward, or the operands that have a tangent, by default
     all of query, key and value.

@@ -29,7 +29,7 @@ Modified = Literal["scores", "mask", "probabilities"]
 
 class Operand(NamedTuple):
     """An array of a call: one row of the table that serves all code which handles arrays without
-    computing on them (jax_memeff/_call/operands.py, jax_memeff/_cuda/custom_call).
+    computing on them (jax_memeff/_call/operands.py, jax_memeff/_cuda/custom_call.py).
 
     Dims are named as in the documentation: B batch, N query heads, K key heads, T queries, S keys,
     H head dim, Hv value dim. ``?`` after a name means "or 1", and ``~`` means "or fewer": batch
@@ -277,7 +277,7 @@ class Feature(Generic[Asked, Compiled]):
         return bool(spec[self])
 
     def asked_by(self, call: Any) -> Asked:
-        """Its value for a call, as ``jax_memeff._cuda.problem.Call`` describes it."""
+        """Its value for a call, as ``jax_memeff._cuda.problem.KernelCall`` describes it."""
         raise NotImplementedError
 
     def number_values(self, call: Any) -> tuple[int, ...]:

@@ -327,7 +327,7 @@ class Functions(Feature[AskedFunctions | None, AskedFunctions | None]):
         return " and ".join(f"a {name} function" for name in (asked.programs if asked else ()))
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Adds no flags: the command line traces functions itself, because that needs JAX."""
+        """Flags for functions, which ``from_flags`` does not read: tracing them needs JAX."""
         for name, arguments in _FUNCTION_FLAGS.items():
             parser.add_argument(
                 f"--{name}-function",

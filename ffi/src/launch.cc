@@ -12,7 +12,7 @@ namespace ffi = xla::ffi;
 
 // The tensor maps through which TMA accesses the arrays of a call.
 
-constexpr int kElementBytes = 2;  // only kernels of 16-bit elements use TMA
+constexpr int kElementBytes = 2;  // only kernels of 16-bit elements have maps
 
 static_assert(sizeof(CUtensorMap) == sizeof(TensorMap));
 static_assert(alignof(CUtensorMap) <= alignof(TensorMap));
@@ -104,11 +104,6 @@ constexpr double kCombination = 6;
 constexpr double kSharesIfFew = 1.75;
 constexpr double kSharesAtEnd = 2.5;
 
-// A tile of 64 rows has so many products that a block alone on its multiprocessor reads less than
-// its share, while two hide each other's products. H200, 128 tiles of 64 rows, 8192 keys: 0.88
-// shares at head dim 128, 0.74 at 64.
-constexpr double kSharesOfManyRows = 0.8;
-
 // Once every multiprocessor has its blocks, more splits only help to fill the last round.
 constexpr long long kMostRounds = 4;
 
@@ -119,13 +114,11 @@ long long resident_blocks(const DeviceKernel& kernel) {
 // From this many rows on, the products of a key tile take as long as its keys.
 constexpr int kManyRows = 64;
 
-bool has_many_rows(const DeviceKernel& kernel) { return kernel.kernel->tile_query >= kManyRows; }
-
 // Whether the products bound the time: several large tiles of rows read the same keys, most of them
 // from L2. Otherwise the memory does, and the blocks of the whole device share it.
 bool bound_by_products(const ProblemShape& shape, const DeviceKernel& kernel, long long blocks) {
   long long const key_heads = (long long)shape.batch * shape.key_heads;
-  return has_many_rows(kernel) && blocks > key_heads;
+  return kernel.kernel->tile_query >= kManyRows && blocks > key_heads;
 }
 
 // The time of the last round, which has `blocks` blocks of `key_tiles` KV blocks each. If the
@@ -133,15 +126,12 @@ bool bound_by_products(const ProblemShape& shape, const DeviceKernel& kernel, lo
 // multiprocessors share the memory equally until those with fewer blocks have finished. The others
 // then read faster, but no longer saturate the memory.
 double time_of_last_round(long long blocks, double key_tiles, bool by_products,
-                          const DeviceKernel& kernel) {
-  long long const multiprocessors = kernel.multiprocessors;
+                          long long multiprocessors) {
   long long const everywhere = blocks / multiprocessors;
   long long const rest = blocks % multiprocessors;
   double const most = double(everywhere + (rest > 0));
   if (by_products) return most * (key_tiles + kBlockOverhead);
-  bool const pays_to_double = has_many_rows(kernel) && kernel.kernel->blocks_per_sm > 1;
-  double const if_few = pays_to_double ? kSharesOfManyRows : kSharesIfFew;
-  double const shares = everywhere == 0 ? if_few : kSharesAtEnd;
+  double const shares = everywhere == 0 ? kSharesIfFew : kSharesAtEnd;
   double const of_rest = rest == 0 ? 0 : std::max(double(rest) / multiprocessors, 1 / shares);
   return most * kBlockOverhead + (everywhere + of_rest) * key_tiles;
 }
@@ -150,7 +140,8 @@ double time_of_last_round(long long blocks, double key_tiles, bool by_products,
 double time_of(long long blocks, double key_tiles, bool by_products, const DeviceKernel& kernel) {
   long long const rest = blocks % resident_blocks(kernel);
   double const share = (key_tiles + kBlockOverhead) / kernel.multiprocessors;
-  return (blocks - rest) * share + time_of_last_round(rest, key_tiles, by_products, kernel);
+  return (blocks - rest) * share +
+         time_of_last_round(rest, key_tiles, by_products, kernel.multiprocessors);
 }
 
 // The number of splits, at most `most`, with which `blocks` blocks of `key_tiles` KV blocks each
@@ -229,7 +220,7 @@ void fill_fields(const Kernel& kernel, const Buffers& buffers, void* params) {
   }
 }
 
-// Zeroes the results and workspaces to which the kernels add.
+// Zeroes what is marked `zeroed`; the preprocess kernel clears sums of dq and semaphores.
 void fill_zero(const DeviceKernel& kernel, const Buffers& buffers, CUstream stream) {
   for (int place : kernel.kernel->zeroed) {
     const Array& array = *buffers.at(place);

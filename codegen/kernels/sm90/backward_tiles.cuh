@@ -131,8 +131,7 @@ struct BackwardTilesTwoKernel {
 
 // The logsumexp and delta of the two rows in which a thread owns elements, in registers.
 
-// For scores whose rows are queries, in the accumulators of a warpgroup. The dq and dbias kernels
-// of Hopper use it.
+// For scores whose rows are queries, in the accumulators of a warpgroup.
 template <class Grid>
 struct RegisterStatistics {
   float2 rows[2];

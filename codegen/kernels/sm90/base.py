@@ -194,7 +194,7 @@ class PersistentSm90(WgmmaKernel):
 
 
 class F16x3Kernel(WgmmaKernel):
-    """A kernel that runs first writes every operand as hi and lo parts, with one factor per row
+    """Its operands are hi and lo parts, with one factor per row, which a kernel before it writes
     (codegen/memeff/layout/f16x3_tiles.cuh).
     """
 

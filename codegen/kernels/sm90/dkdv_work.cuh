@@ -64,7 +64,7 @@ struct DkdvSm90 {
   static constexpr int kOutStatisticsOffset = kQueryStatisticsOffset + kStages * kStatisticsBytes;
   static constexpr int kControlOffset = kOutStatisticsOffset + kStages * kStatisticsBytes;
 
-  // The barriers in static shared memory.
+  // The barriers, behind the tiles in shared memory.
   struct Control : Bias::Control {
     Pipeline<1> key;
     Pipeline<1> value;

@@ -4,11 +4,11 @@
 //   FmhaBackwardLargeDimSm90Dq    clusters of three CTAs own 128 queries
 //   FmhaBackwardLargeDimSm90Dkdv  clusters of two CTAs own 64 keys
 //
-// The accumulators of 64 rows and 512 columns take all registers of an SM, and 64 rows of an
-// operand with its buffers take most of shared memory. So each CTA has one pair of operands, either
-// queries and keys or dO and values, and computes one of the two score products. CTAs exchange
-// tiles of P and dS through distributed shared memory, and nothing is computed twice within a
-// kernel:
+// The accumulators of 64 rows and 512 columns take half of the registers of an SM, and 64 rows of
+// an operand with its buffers take most of shared memory. So each CTA has one pair of operands,
+// either queries and keys or dO and values, and computes one of the two score products. CTAs
+// exchange tiles of P and dS through distributed shared memory, and nothing is computed twice
+// within a kernel:
 //
 //   owned     | CTA 0                     | CTA 1                       | CTA 2
 //   keys      | S^T = K Q^T, dK += dS^T Q | dP^T = V dO^T, dV += P^T dO |
@@ -548,6 +548,11 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
                                   uint32_t tiles, ConsumerState& at, Sums& sums) {
     Base::begin_score_sums(at.warpgroup);
     int block = at.warpgroup;
+    // Both consumers add up each block, so the first one must be clear for both. The others are:
+    // the message of a block comes after the release of the one before, and its owner releases that
+    // after it has cleared the block.
+    if (block == 0) clear_beyond(role, control, tiles, at, block);
+    if (role.valid_rows(0) < kRows) named_barrier_sync(kConsumerBarrier, kConsumers);
     if (block == 0) {
       add_own_block<false>(role, control, tiles, at, block, sums);
       add_sum(role, control, tiles, at, sums);
@@ -557,10 +562,17 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     }
     CUTE_NO_UNROLL
     for (; block < work.count; block += kWarpgroups) {
+      clear_beyond(role, control, tiles, at, block);
       add_own_block<true>(role, control, tiles, at, block, sums);
       add_sum(role, control, tiles, at, sums);
     }
     if (at.block < work.count) add_sum(role, control, tiles, at, sums);
+  }
+
+  CUTE_DEVICE static void clear_beyond(Role const& role, Control& control, uint32_t tiles,
+                                       ConsumerState const& at, int block) {
+    Base::template clear_beyond<RoleTiles>(control, tiles, at.warpgroup, at.scores,
+                                           role.valid_rows(block));
   }
 
   // Computes the scores of a block, and what follows from them. With kFollows the sum of the
@@ -571,8 +583,6 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
   template <bool kFollows>
   CUTE_DEVICE static void add_own_block(Role const& role, Control& control, uint32_t tiles,
                                         ConsumerState& at, int block, Sums& sums) {
-    Base::template clear_beyond<RoleTiles>(control, tiles, at.warpgroup, at.scores,
-                                           role.valid_rows(block));
     auto scores = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
     multiply_scores(control, tiles, at.scores, scores);
     at.scores.advance(kPanels);
@@ -641,10 +651,10 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
   CUTE_DEVICE static void end_sum(Control& control, ConsumerState& at, Sums& sums) {
     cute::for_each(cute::make_seq<kParts>{}, [&](auto part) {
       wait_products<kParts - 1 - part>();
+      constexpr int kCount = part < kWholePanels ? kWarpgroups : 1;
       Stage stage = at.sum;
       stage.advance(kWarpgroups * part);
-      Base::template release_panels < RoleTiles,
-          part<kWholePanels ? kWarpgroups : 1>(control, stage);
+      Base::template release_panels<RoleTiles, kCount>(control, stage);
     });
     sums.fence();
     at.sum.advance(kPanels);
@@ -916,6 +926,8 @@ struct LargeDimOutRole : LargeDimCluster<Config, kOwned> {
 template <class Config>
 struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
   using Base = LargeDimCluster<Config, Owned::queries>;
+  using Base::kConsumerBarrier;
+  using Base::kConsumers;
   using Base::kOutRank;
   using Base::kPingPongBarrier;
   using Base::kProbabilityBytes;
@@ -949,9 +961,12 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
       PipelineStage<OutTiles::kStages> stage;
       CUTE_NO_UNROLL
       for (int block = 0; block < work.count; ++block) {
-        Base::template clear_beyond<OutTiles>(
-            control, tiles, warpgroup, stage,
-            Base::valid_rows(params.shape, work, work.position(params.shape, block, 0)));
+        int const valid =
+            Base::valid_rows(params.shape, work, work.position(params.shape, block, 0));
+        if (warpgroup == 0) {
+          Base::template clear_beyond<OutTiles>(control, tiles, warpgroup, stage, valid);
+        }
+        if (valid < kRows) named_barrier_sync(kConsumerBarrier, kConsumers);
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
         multiply(control, tiles, warpgroup, rows, stage, score_gradient);
         Base::template add_other_columns<OutTiles>(control, tiles, kOutRank, warpgroup,

@@ -88,7 +88,7 @@ SMALL_GROUP_SEGMENTS, LARGE_GROUP_SEGMENTS = Segments(512, 32768), Segments(1024
 """docs/tuning/sm90_forward.md compares them with others."""
 
 _WARP_ROWS, _WEIGHT_NUMBERS = 16, 16
-"""The rows of a block of ``SegmentTile`` (codegen/kernels/forward/latent), and the
+"""The rows of a block of ``SegmentTile`` (codegen/kernels/sm90/latent_combine.cuh), and the
 numbers of its weights for each row.
 """
 

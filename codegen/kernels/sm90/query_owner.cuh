@@ -44,7 +44,7 @@ struct QueryOwnerSm90 {
   static constexpr int kValueOffset = kKeyOffset + kKeyStages * KeyTile::kBytes;
   static constexpr int kControlOffset = kValueOffset + kValueStages * ValueTile::kBytes;
 
-  // The barriers in static shared memory.
+  // The barriers, behind the tiles in shared memory.
   struct Control {
     Pipeline<1> query;  // also covers dO
     Pipeline<kKeyStages> key;

@@ -47,8 +47,8 @@ CUTE_DEVICE void wgmma(Accumulators& c, uint32_t const (&a)[4], uint64_t b, bool
       c, accumulate, cute::make_seq<kElements>{}, a[0], a[1], a[2], a[3], b);
 }
 
-// Orders the following products after all earlier accesses to registers and shared memory
-// (wgmma.fence).
+// Orders the following products after all earlier accesses to registers (wgmma.fence). Hazard:
+// writes to shared memory need fence_tma_store(), too.
 CUTE_DEVICE void begin_products() { cute::warpgroup_arrive(); }
 CUTE_DEVICE void commit_products() { cute::warpgroup_commit_batch(); }
 

@@ -2,7 +2,7 @@
 // memory or registers, accumulators in registers.
 //
 // The products are asynchronous. begin_products() orders them after all earlier accesses to
-// registers and shared memory, commit_products() closes a group, and wait_products<n>() waits until
+// registers, commit_products() closes a group, and wait_products<n>() waits until
 // at most the n youngest groups are in flight.
 #pragma once
 

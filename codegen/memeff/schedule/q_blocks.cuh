@@ -84,7 +84,8 @@ CUTE_DEVICE auto walk_of_q_blocks(BackwardParams const& params, WorkItem const& 
 }
 
 // Calls use(query_head, tile, position) for each Q block of a CTA. `position` is the index of the Q
-// block among all Q blocks of the key head, which all its CTAs process in the same order.
+// block among all Q blocks of the key head. If additions to dq have an order, it is that of
+// positions in every CTA.
 template <class Config, class Use>
 CUTE_DEVICE void for_each_q_block(BackwardParams const& params, WorkItem const& item,
                                   TileRange const& tiles, Use const& use) {

@@ -144,7 +144,7 @@ struct TileParts {
   int step;  // from the second slot to the third, and so on
 };
 
-// The first parameter of every forward kernel. launch/forward.cc fills it.
+// The first parameter of every forward kernel. ffi/src/launch.cc fills it.
 struct ForwardParams {
   ProblemShape shape;
   ScoreScale scale;
@@ -175,7 +175,7 @@ struct ForwardParams {
   TileParts* tile_parts;  // [B, K, row tiles], see schedule/balanced_keys.cuh
 };
 
-// The first parameter of every tangent kernel. launch/tangent.cc fills it. `out` and `logsumexp`
+// The first parameter of every tangent kernel. ffi/src/launch.cc fills it. `out` and `logsumexp`
 // are the results of the forward, which the kernel reads. A tangent that is zero has no data.
 struct TangentParams : ForwardParams {
   TensorView query_tangent;  // with all batch indices, although a vmap may broadcast the operand
@@ -185,7 +185,7 @@ struct TangentParams : ForwardParams {
   float* logsumexp_tangent;  // [B, N, T] or [N, tokens]
 };
 
-// The first parameter of every backward kernel. launch/backward.cc fills it.
+// The first parameter of every backward kernel. ffi/src/launch.cc fills it.
 struct BackwardParams {
   ProblemShape shape;
   ScoreScale scale;

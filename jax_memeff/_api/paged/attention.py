@@ -386,7 +386,7 @@ def _by_rows(mask: Mask, longest_query: int) -> Mask:
 
 
 def _shifted(mask: Mask, batch: int, first: jax.Array, columns: int) -> Mask:
-    """The mask with its boolean arrays _shifted, so that row 0 is the sequence's first token.
+    """The mask with its boolean arrays shifted, so that row 0 is the sequence's first token.
 
     Lists of blocks, and arrays under ``|`` and ``~``, keep the user's rows: they become one
     function, which computes these rows from positions.
