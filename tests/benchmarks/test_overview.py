@@ -309,7 +309,8 @@ def test_figures_in_the_prose_of_the_readme_are_those_of_the_results():
         figures = [ratios(features, peer, name) for peer in ("jax_cudnn", "fa4")]
         assert stated(pattern) == [round(each[0], 2) for each in figures]
 
-    records = ("nvidia-h200-compute_80", "nvidia-h200-compute_80-others")
+    kinds = ("compute_80", "compute_80-dims", "compute_80-small")
+    records = [f"nvidia-h200-{kind}" for kind in kinds]
     pair = [
         [x for record in records for x in ratios(record, "torch_flash", direction=direction)]
         for direction in ("forward", "forward_backward")
