@@ -57,8 +57,8 @@ class SharedRowStatistics {
     }
   }
 
-  // Replaces the sums of a lane, such that those of a quad add up to the sum of all warps. Hazard:
-  // the warps must have read the maxima of the last KV block.
+  // Adds up the row sums of all warps: lane 0 of each quad then has the total, the others 0.
+  // Hazard: the warps must have read the maxima of the last KV block.
   CUTE_DEVICE void add_up(float (&sums)[kRows]) const {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sums[r] = quad_sum(sums[r]);

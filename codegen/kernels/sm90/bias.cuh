@@ -1,5 +1,6 @@
 // The bias of a Q block and its gradient, in the Hopper backward kernels whose scores are
-// transposed: keys are rows of the accumulators, and queries are columns.
+// transposed: keys are rows of the accumulators, and queries are columns. backward.cuh has a
+// QBlockBiasRing, dkdv_work.cuh a QBlockBias, and both a TransposedBiasGradient.
 #pragma once
 
 #include <cute/tensor_impl.hpp>

@@ -1,12 +1,12 @@
 // Runs after the Hopper backward: the gradient of a bias that is broadcast over the batch or heads,
 // bitwise identical from run to run.
 //
-// As in sm80/backward.cuh a tile of the gradient has one owner, which iterates over the (batch,
-// head) slices that read this tile of the bias and keeps the sum of dS in registers. A tile is
-// square, with as many queries as keys; each consumer owns 64 of its queries. The operands arrive
-// in parts of 64 columns through one ring of buffer pairs, first those of S = Q K^T, then those of
-// dP = dO V^T. So the copies of the next parts overlap the products of the current ones. The bias
-// is the same for all slices and is copied once per tile.
+// A tile of the gradient has one owner, which iterates over the (batch, head) slices that read this
+// tile of the bias and keeps the sum of dS in registers. A tile is square, with as many queries as
+// keys; each consumer owns 64 of its queries. The operands arrive in parts of 64 columns through
+// one ring of buffer pairs, first those of S = Q K^T, then those of dP = dO V^T. So the copies of
+// the next parts overlap the products of the current ones. The bias is the same for all slices and
+// is copied once per tile.
 //
 // The grid is no larger than the GPU, and each CTA owns every gridDim.x-th tile, so that the
 // operands of a tile arrive while the previous one is being finished.

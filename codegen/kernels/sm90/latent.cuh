@@ -188,7 +188,7 @@ struct LatentProducerSm90 {
   CUTE_DEVICE static void produce_keys(ForwardParams const& params, TensorMap const& map,
                                        Control& control, uint32_t tiles, int columns, int sharers) {
     static_assert(Kernel::kCluster == 2);
-    int const others = sharers - 1;  // 0 or 1: a thread has no time for divisions
+    int const others = sharers - 1;  // 0 or 1: a mask in place of a modulo
     int const rank = cluster_rank() & others;
     PipelineStage<Kernel::kStages> stage;
     PipelineStage<Kernel::kWorkStages> slot;
@@ -614,7 +614,7 @@ struct LatentSegmentOutputSm90 {
     softmax.finish(output, params.scale.softmax_scale, 1.0f,
                    LaneRowModifiers<Config, Grid>(params, none));
     SegmentResult const result = SegmentResult::of(part);
-    // Read anew, because the main loop of a window has no registers for rows and addresses.
+    // Read anew: with a window, rows and addresses would spill across the main loop.
     int const thread = int(thread_index()) % kWarpgroupSize;
     int const warp = thread / kWarpSize;
     int const lane = thread % kWarpSize;
@@ -832,7 +832,7 @@ struct LatentConsumerSm90 {
                            softmax);
     at.sums ^= 1;  // hazard: the other consumer may still read these
     if constexpr (kKeySegments) {
-      // Read anew, because the main loop of a window has no registers for them.
+      // Read anew: with a window it would spill across the main loop.
       KeyPart const own = control.parts[at.slot.index];
       int const query_length = Mask(params.mask, params.shape, own.batch).query_length;
       Kernel::Output::write(params, own, query_length, at.warpgroup,
@@ -853,9 +853,9 @@ struct LatentConsumerSm90 {
   }
 
   // Adds a KV block whose scores this consumer owns, and with kFollows the other consumer's block
-  // before it. That one is added while the scores are half done: the panels for their second half
-  // arrive last, because the other consumer released them last. Added before the scores, it would
-  // delay them; added after them, it would occupy the other consumer's buffer for longer.
+  // before it. That one is added between the two halves of the scores: the panels for their second
+  // half arrive last, because the other consumer released them last. Added before the scores, it
+  // would delay them; added after them, it would occupy the other consumer's buffer for longer.
   //
   // Hazard: kFollows must be a compile-time constant, because ptxas serializes products if a branch
   // separates them from the wait for other products.

@@ -139,7 +139,7 @@ class FmhaFwdLatentSm90(LatentKernel):
     )
 
     def reasons(self, spec: KernelSpec, problem: Problem, strategy: Strategy) -> list[str]:
-        reasons = []  # it splits the keys
+        reasons = []  # not those of the base class, which refuse a split of the keys
         if not pack_gqa(problem):
             reasons.append(SEVERAL_HEADS)
         if spec[PAGES].is_float8 and spec.dtype != "bf16":

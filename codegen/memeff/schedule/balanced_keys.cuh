@@ -101,7 +101,7 @@ class BalancedKeys {
   static constexpr int kTileQuery = Config::kTileQuery;
   static constexpr int kTileKey = Config::kTileKey;
   // Loading the queries, the first scores and storing the output take about as long as four KV
-  // blocks. Every segment of an item is stored, so only two of them are costs of the item.
+  // blocks. Each segment pays for its own store, so with segments an item costs only two.
   static constexpr bool kKeySegments = Config::kSegmentKeys > 0;
   static constexpr int kItemCost = kKeySegments ? 2 : 4;
 
@@ -197,7 +197,7 @@ class BalancedKeys {
     CUTE_DEVICE int units() const { return range_size() == 0 ? 0 : range_size() + kItemCost; }
   };
 
-  // A divisor of the row tiles, so that no CTA of a group is idle, and even if possible, so that
+  // A divisor of the row tiles, so that no CTA of a group is idle, preferably an even one, so that
   // clusters of two share their copies.
   CUTE_DEVICE static int row_tiles_together(int tiles, int ctas) {
     int const together = tiles % 4 == 0 ? 4 : tiles % 2 == 0 ? 2 : tiles % 3 == 0 ? 3 : 1;
@@ -220,8 +220,8 @@ class BalancedKeys {
     return range;
   }
 
-  // The KV block of an item, relative to its first one, at which the line is cut if the cut is at
-  // `block`.
+  // Clamps a cut at `block` to the item, relative to its first KV block, and rounds it to a border
+  // of segments if there are any.
   CUTE_DEVICE int cut(Item const& item, long long block) const {
     int const size = item.range_size();
     int const at = int(clamp(block, size));
@@ -250,7 +250,7 @@ class BalancedKeys {
                                       int& part_end, int& slot) const {
     KeySegments<Config> const segments = {params_.shape};
     int const size = item.range_size();
-    // The first cut of the line that is rounded to the end of the first segment, or farther.
+    // The first cut that lies at the end of the first segment or farther after rounding.
     long long const half = ceil_div(segment(item, 0).end, 2);
     int const next_group =
         int(min(quotient((first_block + half) * groups + total - 1, total), (long long)groups));
@@ -259,7 +259,8 @@ class BalancedKeys {
     int count = segments.count(first, item.part.end);
     int const sum = sum_of_lanes(count);
     int const ctas = int(gridDim.x);
-    // Hazard: the launcher has the number of slots, and each CTA's running sum takes one of them.
+    // Hazard: `splits` is the number of slots in the workspace, and the first ones are the running
+    // sums of the CTAs.
     bool const fits = (long long)(slots + sum) * together_ <= params_.splits - ctas;
     int const own = ctas + (slots + sum - count) * together_ + cta % together_;
     // Hazard: all segments of a call may be more than an int can count.
@@ -295,8 +296,8 @@ class BalancedKeys {
   }
 
   // x / y rounded down, for x + y < 2^52: the quotient in double cannot be rounded up to the next
-  // integer. An integer division of 64 bits is a long function, and no copy can begin before it has
-  // ended.
+  // integer. An integer division of 64 bits is a long function, and no copy can begin before it
+  // ends.
   CUTE_DEVICE static long long quotient(long long x, long long y) {
     return (long long)(double(x) / double(y));
   }

@@ -1,5 +1,6 @@
 // The gradients of the arrays that a score function reads: the gradient of each modified score,
-// times the derivative of the function by a read, is added to the element that was read.
+// times the derivative of the function with respect to a read value, is added to the element that
+// was read.
 //
 // Terms of a tile that belong to the same element of an array are added up first, in registers or
 // in shared memory. Config::CapturedGradients::kSums chooses the terms for each read:
@@ -181,8 +182,8 @@ struct StripSums {
 };
 
 // Sums along the diagonals of a CTA's KV block, over the Q blocks of one head. One warp adds up the
-// sums of all warps. It adds a diagonal to global memory once no adjacent Q block follows that has
-// the same diagonal.
+// sums of all warps. It adds a diagonal to global memory once the next Q block can no longer add
+// to it.
 
 // Rows of Grid's accumulators are keys, columns are queries. Shared memory holds, for each warp of
 // Grid, the sums of its own diagonals for one Q block, and a ring of sums for the warp that adds
