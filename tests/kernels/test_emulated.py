@@ -103,7 +103,7 @@ def test_deterministic_gradients_have_the_same_bits_on_every_schedule(run, machi
 
 
 # The first blocks have rows beyond the sequence, which hold NaN: one consumer zeros what both read.
-# With these seeds it was late.
+# With each of these seeds it was late once.
 SHORT = Case(B=1, T=70, S=90, N=1, K=1, H=512, lengths=((20, 90),))
 SHORT_OF_GROUP = Case(
     B=3, T=70, S=90, N=2, K=1, H=576, Hv=512, lengths=((20, 90), (70, 30), (3, 1))
@@ -113,14 +113,16 @@ SHORT_OF_GROUP = Case(
 @pytest.mark.parametrize(
     "run",
     [
-        *(Run(SHORT, "sm_90a", seed) for seed in (18, 19, 20)),
-        *(Run(SHORT_OF_GROUP, "sm_90a", seed, multiprocessors=1 + seed % 3) for seed in (0, 3)),
+        *(Run(SHORT, "sm_90a", seed) for seed in (18, 49)),
+        *(
+            Run(SHORT_OF_GROUP, "sm_90a", seed, multiprocessors=1 + seed % 3)
+            for seed in (9, 12, 35)
+        ),
     ],
     ids=str,
 )
 def test_no_consumer_reads_rows_before_they_are_zero(run, machine):
-    found = machine.submit(results, run).result(timeout=600)
-    assert_results_match(run.case, found)
+    assert_results_match(run.case, machine.submit(results, run).result(timeout=600))
 
 
 WIDE_RANGES = [Run(case, arch="sm_90a", gradients=False) for case in wide_range.cases()]

@@ -360,6 +360,17 @@ struct LargeDimCluster {
     named_barrier_sync(warpgroup_barrier(warpgroup), kWarpgroupSize);
   }
 
+  // The same for a block that both consumers read: the first one zeros its rows. All threads of
+  // both call it.
+  template <class Role>
+  CUTE_DEVICE static void clear_for_both(Control<Role::kStages>& control, uint32_t tiles,
+                                         int warpgroup, PipelineStage<Role::kStages> stage,
+                                         int valid) {
+    if (valid >= kRows) return;
+    if (warpgroup == 0) clear_beyond<Role>(control, tiles, warpgroup, stage, valid);
+    named_barrier_sync(kConsumerBarrier, kConsumers);
+  }
+
   // The same for this CTA's own tile, whose rows no other warpgroup reads before both pass the
   // barrier.
   template <class Role>
@@ -547,12 +558,12 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
   CUTE_DEVICE static void compute(Role const& role, Work const& work, Control& control,
                                   uint32_t tiles, ConsumerState& at, Sums& sums) {
     Base::begin_score_sums(at.warpgroup);
+    // Both consumers add up each block. The first one must therefore be clear for both; the others
+    // are, because the message of a block comes after the release of the one before, and its owner
+    // releases that after it has cleared the block.
+    Base::template clear_for_both<RoleTiles>(control, tiles, at.warpgroup, at.scores,
+                                             role.valid_rows(0));
     int block = at.warpgroup;
-    // Both consumers add up each block, so the first one must be clear for both. The others are:
-    // the message of a block comes after the release of the one before, and its owner releases that
-    // after it has cleared the block.
-    if (block == 0) clear_beyond(role, control, tiles, at, block);
-    if (role.valid_rows(0) < kRows) named_barrier_sync(kConsumerBarrier, kConsumers);
     if (block == 0) {
       add_own_block<false>(role, control, tiles, at, block, sums);
       add_sum(role, control, tiles, at, sums);
@@ -562,17 +573,12 @@ struct LargeDimSummingConsumer : LargeDimCluster<Config, kOwned> {
     }
     CUTE_NO_UNROLL
     for (; block < work.count; block += kWarpgroups) {
-      clear_beyond(role, control, tiles, at, block);
+      Base::template clear_beyond<RoleTiles>(control, tiles, at.warpgroup, at.scores,
+                                             role.valid_rows(block));
       add_own_block<true>(role, control, tiles, at, block, sums);
       add_sum(role, control, tiles, at, sums);
     }
     if (at.block < work.count) add_sum(role, control, tiles, at, sums);
-  }
-
-  CUTE_DEVICE static void clear_beyond(Role const& role, Control& control, uint32_t tiles,
-                                       ConsumerState const& at, int block) {
-    Base::template clear_beyond<RoleTiles>(control, tiles, at.warpgroup, at.scores,
-                                           role.valid_rows(block));
   }
 
   // Computes the scores of a block, and what follows from them. With kFollows the sum of the
@@ -926,8 +932,6 @@ struct LargeDimOutRole : LargeDimCluster<Config, kOwned> {
 template <class Config>
 struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
   using Base = LargeDimCluster<Config, Owned::queries>;
-  using Base::kConsumerBarrier;
-  using Base::kConsumers;
   using Base::kOutRank;
   using Base::kPingPongBarrier;
   using Base::kProbabilityBytes;
@@ -961,12 +965,9 @@ struct LargeDimOutConsumer : LargeDimCluster<Config, Owned::queries> {
       PipelineStage<OutTiles::kStages> stage;
       CUTE_NO_UNROLL
       for (int block = 0; block < work.count; ++block) {
-        int const valid =
-            Base::valid_rows(params.shape, work, work.position(params.shape, block, 0));
-        if (warpgroup == 0) {
-          Base::template clear_beyond<OutTiles>(control, tiles, warpgroup, stage, valid);
-        }
-        if (valid < kRows) named_barrier_sync(kConsumerBarrier, kConsumers);
+        Base::template clear_for_both<OutTiles>(
+            control, tiles, warpgroup, stage,
+            Base::valid_rows(params.shape, work, work.position(params.shape, block, 0)));
         auto score_gradient = ScoreGrid::make_accumulators();  // (4, 1, MMA_N)
         multiply(control, tiles, warpgroup, rows, stage, score_gradient);
         Base::template add_other_columns<OutTiles>(control, tiles, kOutRank, warpgroup,
